@@ -1,0 +1,60 @@
+"""THE TABLE: every implementation, what it needs, in order of preference. Reading this file tells what runs where.
+
+A backend is a module that provides the row kernels below and nothing else: tensors are checked, chunked, reduced and
+differentiated in one place for all of them. To add one: write the module, add (or `register`) a row.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..dispatch import Capability, Implementation, register
+from ..spec import RowInputs, RowResults, RowStats
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class RowKernels(Protocol):
+    """What a backend's module defines. `logits` is (n, V), any row stride; nothing here waits for the device."""
+
+    def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
+        """Write every row's `results` and, if `grad` (n, V) is given (it may be `logits` itself), its gradient."""
+
+    def row_stats(self, logits: Tensor, inputs: RowInputs) -> RowStats:
+        """Statistics of rows over the vocabulary range that `logits` covers."""
+
+    def row_grad(self, logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
+        """Write the gradient into `grad` (it may be `logits` itself) from known `lse`, times `grad_loss` (n,) any stride."""
+
+    def scale_(self, tensor: Tensor, factor: Tensor) -> None:
+        """Multiply by a 0-D factor in place; a factor of exactly 1 changes no bit."""
+
+
+LOSS = frozenset({"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap"})
+EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
+CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
+LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
+
+for implementation in (
+    # The reference: any device, every dtype; checks target values and keeps saved gradients intact.
+    Implementation(
+        op="cross_entropy",
+        backend="torch",
+        module="liger.backends.torch",
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=CROSS_ENTROPY),
+        checks_target=True,
+        consumes_saved=False,
+    ),
+    Implementation(
+        op="fused_linear_cross_entropy",
+        backend="torch",
+        module="liger.backends.torch",
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=LINEAR),
+        checks_target=True,
+        consumes_saved=False,
+    ),
+):
+    register(implementation)

@@ -1,0 +1,161 @@
+"""Capability as data: what a device is, what a call asks for, what an implementation needs, and every reason against."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Op = Literal["cross_entropy", "fused_linear_cross_entropy"]
+OPS: tuple[Op, ...] = ("cross_entropy", "fused_linear_cross_entropy")
+SHAPE_LETTERS: dict[str, tuple[str, ...]] = {"cross_entropy": ("N", "V"), "fused_linear_cross_entropy": ("N", "V", "H")}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """The facts about a device that a decision may use. Build one by hand to ask about hardware you do not have.
+
+    Example:
+        >>> DeviceInfo("cuda", (10, 0)), DeviceInfo("rocm"), DeviceInfo("cpu")
+    """
+
+    type: str
+    """"cuda" (NVIDIA), "rocm" (AMD), "cpu", "xpu", or any other device type of torch."""
+    capability: tuple[int, int] | None = None
+    """NVIDIA compute capability, such as (9, 0); None elsewhere."""
+
+    def __str__(self) -> str:
+        return self.type if self.capability is None else f"{self.type} {_dotted(self.capability)}"
+
+
+_device_infos: dict[torch.device, DeviceInfo] = {}
+
+
+def device_info(device: torch.device) -> DeviceInfo:
+    """The facts about the device of a tensor."""
+    info = _device_infos.get(device)
+    if info is None:
+        if device.type != "cuda":
+            info = DeviceInfo(device.type)
+        elif torch.version.hip is not None:  # ROCm builds also say "cuda"; their capability numbers mean something else
+            info = DeviceInfo("rocm")
+        else:
+            info = DeviceInfo("cuda", torch.cuda.get_device_capability(device))
+        _device_infos[device] = info
+    return info
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call without its tensors; hashable, so that a decision can be remembered."""
+
+    op: Op
+    device: DeviceInfo
+    dtype: torch.dtype
+    """Dtype of the logits; the autocast dtype where autocast decides it."""
+    shape: tuple[int, ...]
+    """(N, V) for cross_entropy, (N, V, H) for fused_linear_cross_entropy."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """The non-default (name, value) pairs, and ("bias", True), ("weight", True) or ("ce_weight", True)."""
+
+    def __str__(self) -> str:
+        shape = ", ".join(f"{k}={v}" for k, v in zip(SHAPE_LETTERS[self.op], self.shape, strict=True))
+        options = "".join(f", {name}={value}" for name, value in self.options)
+        return f"{self.op} on {self.device}, {_short(self.dtype)}, {shape}{options}"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A distribution that an implementation imports, and the versions it is known to work with: [minimum, below)."""
+
+    name: str
+    module: str
+    minimum: tuple[int, ...]
+    below: tuple[int, ...]
+
+    def reason(self) -> str | None:
+        """Why this package cannot be used, without importing it; None if nothing is known against it."""
+        version = installed_version(self.name)
+        window = f"{_dotted(self.minimum)} <= version < {_dotted(self.below)}"
+        if version is None or not _has_module(self.module):
+            return f"package {self.name} is not installed (needs {window})"
+        if not self.minimum <= _release(version) < self.below:
+            return f"package {self.name} {version} is outside its window ({window})"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What an implementation can serve. Everything it does not name, it refuses."""
+
+    devices: frozenset[str] | None
+    """Device types; None is any."""
+    dtypes: frozenset[torch.dtype]
+    """Dtypes of the logits."""
+    options: frozenset[str]
+    """Names of the options honoured at values other than their default."""
+    archs: frozenset[tuple[int, int]] | None = None
+    """Exact NVIDIA compute capabilities; None is any (portable kernels)."""
+    packages: tuple[Package, ...] = ()
+    interpreter: str | None = None
+    """Environment variable that, set to 1, makes the kernels run on CPU tensors as well."""
+    rule: Callable[[Request], str | None] | None = None
+    """What data cannot say: returns a reason against the request, or None."""
+
+    def reasons(self, request: Request) -> tuple[str, ...]:
+        """Every reason why this cannot serve `request`; empty means it can."""
+        out: list[str] = []
+        device = request.device
+        interpreted = device.type == "cpu" and self.interpreter is not None and os.environ.get(self.interpreter) == "1"
+        if self.devices is not None and device.type not in self.devices and not interpreted:
+            hint = f"; cpu with {self.interpreter}=1" if self.interpreter and device.type == "cpu" else ""
+            out.append(f"device {device.type} (supported: {', '.join(sorted(self.devices))}{hint})")
+        elif self.archs is not None and device.type == "cuda" and device.capability not in self.archs:
+            given = "unknown" if device.capability is None else _dotted(device.capability)
+            out.append(f"compute capability {given} (supported: {', '.join(map(_dotted, sorted(self.archs)))})")
+        if request.dtype not in self.dtypes:
+            out.append(f"dtype {_short(request.dtype)} (supported: {', '.join(sorted(map(_short, self.dtypes)))})")
+        out += [f"{name}={value} is not supported" for name, value in request.options if name not in self.options]
+        out += [reason for package in self.packages if (reason := package.reason()) is not None]
+        if self.rule is not None and (reason := self.rule(request)) is not None:
+            out.append(reason)
+        return tuple(out)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, read from its metadata (nothing is imported); None if absent."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _has_module(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # sys.modules[module] is None or has no __spec__: importing it is what will tell
+        return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "3.7.1+git" -> (3, 7, 1)."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

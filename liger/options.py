@@ -1,0 +1,111 @@
+"""What a caller asks for, as one frozen value: validated once, hashable, and the same on every backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = ("mean", "sum", "none")
+FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropyOptions:
+    """Options of one loss call. Every value is checked here and nowhere else; the mathematics is in `liger.spec`.
+
+    Raises:
+        ValueError: naming the option, the value given and what is allowed.
+    """
+
+    ignore_index: int = -100
+    """Rows whose target equals this contribute no loss and an exactly zero gradient."""
+    reduction: Reduction = "mean"
+    """"mean" divides by the weight (core term) or the number (z-loss) of the valid rows; "sum"; "none" keeps rows."""
+    label_smoothing: float = 0.0
+    """Probability mass in [0, 1] taken from the target and spread uniformly over the vocabulary."""
+    lse_square_scale: float = 0.0
+    """Z-loss coefficient (>= 0): adds `lse_square_scale * logsumexp(logits)**2` to each row's loss."""
+    softcap: float | None = None
+    """If given (> 0), logits become `softcap * tanh(logits / softcap)` before anything else."""
+    return_z_loss: bool = False
+    """Also return the z-loss part of the loss (non-differentiable)."""
+    return_token_accuracy: bool = False
+    """Also return the accuracy of the arg max over valid rows, fp32 (non-differentiable)."""
+    return_predicted_tokens: bool = False
+    """Also return the arg max of each row, int64, -1 where ignored."""
+    loss_dtype: torch.dtype | None = None
+    """Dtype of the returned loss (cross_entropy only); None means the input's dtype, rounded once."""
+    in_place: bool = False
+    """Let the gradient take the logits' own storage (cross_entropy only); the graph becomes single-use."""
+    accum_dtype: torch.dtype | None = None
+    """Dtype in which the weight's gradient is summed over chunks (FLCE only); None lets the plan choose."""
+    use_token_scaling: bool = False
+    """Scale each row by the detached probability of its target (FLCE only)."""
+    chunk_size: int | None = None
+    """Rows of logits that exist at once (FLCE only, >= 1); None lets the plan choose."""
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int")
+        _require(self.reduction in REDUCTIONS, "reduction", self.reduction, "'mean', 'sum' or 'none'")
+        smoothing = self.label_smoothing
+        _require(_is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
+        z_scale = self.lse_square_scale
+        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, "a finite number >= 0")
+        cap = self.softcap
+        _require(cap is None or (_is_real(cap) and cap > 0), "softcap", cap, "None or a finite number > 0")
+        for name in _FLAGS:
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        for name in ("loss_dtype", "accum_dtype"):
+            dtype = getattr(self, name)
+            _require(dtype is None or dtype in FLOATING_DTYPES, name, dtype, "None or a floating-point torch.dtype")
+        size = self.chunk_size
+        _require(size is None or (_is_int(size) and size >= 1), "chunk_size", size, "None or an int >= 1")
+
+    def nondefault(self) -> tuple[tuple[str, Any], ...]:
+        """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it."""
+        return tuple((name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default)
+
+    @property
+    def wants_prediction(self) -> bool:
+        """Whether the row's arg max is needed at all."""
+        return self.return_token_accuracy or self.return_predicted_tokens
+
+    @property
+    def wants_extras(self) -> bool:
+        """Whether the call returns a `CrossEntropyOutput` instead of the loss alone."""
+        return self.return_z_loss or self.wants_prediction
+
+
+_FLAGS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "in_place", "use_token_scaling")
+_DEFAULTS = tuple((field.name, field.default) for field in fields(CrossEntropyOptions))
+
+
+class CrossEntropyOutput(NamedTuple):
+    """What a call with extras returns; what was not asked for is None. Only `loss` is differentiable."""
+
+    loss: Tensor
+    """() for mean and sum, the target's shape for none."""
+    z_loss: Tensor | None = None
+    """The z-loss part of the loss, in the loss's shape and dtype."""
+    token_accuracy: Tensor | None = None
+    """fp32: () the mean over valid rows, or the target's shape (0 or 1 per row) for none."""
+    predicted_tokens: Tensor | None = None
+    """int64, the target's shape; the lowest index wins ties, -1 where ignored."""
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
