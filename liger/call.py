@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -335,9 +336,14 @@ def _recording(tensor: Tensor) -> bool:
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast projects in on the tensor's device; None where it is off."""
     device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
+
+
+@lru_cache
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
 
 
 def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

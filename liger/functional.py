@@ -146,7 +146,7 @@ def liger_fused_linear_cross_entropy(
     return output if options.wants_extras else output.loss
 
 
-_GIVEN_TENSORS: dict[str, tuple[str, ...]] = {
+GIVEN_TENSORS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weight",),
     "fused_linear_cross_entropy": ("bias", "ce_weight"),
 }
@@ -183,16 +183,18 @@ def explain(
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     letters = SHAPE_LETTERS[op]
-    if len(shape) != len(letters) or min(shape) < 0:
-        raise ValueError(f"shape must be ({', '.join(letters)}) of non-negative ints for {op}, got {shape!r}")
+    sized = len(shape) == len(letters) and all(isinstance(size, int) for size in shape)
+    if not sized or shape[0] < 0 or min(shape[1:]) < 1:
+        raise ValueError(f"shape must be ({', '.join(letters)}) of ints for {op}, all but N at least 1, got {shape!r}")
     if dtype not in FLOATING_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATING_DTYPES))}, got {dtype!r}")
-    tensors = tuple((name, True) for name in _GIVEN_TENSORS[op] if options.pop(name, False))
-    try:
-        checked = CrossEntropyOptions(**options)
-    except TypeError as error:
-        known = ", ".join((*CrossEntropyOptions.__dataclass_fields__, *_GIVEN_TENSORS[op]))
-        raise ValueError(f"options must be among {known}, got {', '.join(options)}") from error
+    tensors = tuple((name, True) for name in GIVEN_TENSORS[op] if options.pop(name, False))
+    known = CrossEntropyOptions.__dataclass_fields__
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        allowed = ", ".join((*known, *GIVEN_TENSORS[op]))
+        raise ValueError(f"options of {op} must be among {allowed}, got {', '.join(unknown)}")
+    checked = CrossEntropyOptions(**options)
     info = device if isinstance(device, DeviceInfo) else device_info(torch.device(device))
     explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + tensors), backend)
     if op == "cross_entropy" or explanation.chosen is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class CrossEntropyOptions:
 
     def nondefault(self) -> tuple[tuple[str, Any], ...]:
         """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it."""
-        return tuple((name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default)
+        return _nondefault(self)
 
     @property
     def wants_prediction(self) -> bool:
@@ -83,6 +84,11 @@ class CrossEntropyOptions:
 
 _FLAGS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "in_place", "use_token_scaling")
 _DEFAULTS = tuple((field.name, field.default) for field in fields(CrossEntropyOptions))
+
+
+@lru_cache(maxsize=256)
+def _nondefault(options: CrossEntropyOptions) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, default in _DEFAULTS if (value := getattr(options, name)) != default)
 
 
 class CrossEntropyOutput(NamedTuple):

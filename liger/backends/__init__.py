@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..dispatch import Capability, Implementation, register
+from ..dispatch import Capability, Implementation, Op, Package, register
 from ..spec import RowInputs, RowResults, RowStats
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -38,7 +38,25 @@ EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
 
+TRITON = Package("triton", "triton", minimum=(3, 2), below=(4,))
+
+
+def _triton(op: Op, options: frozenset[str]) -> Implementation:
+    """Portable kernels for any GPU that Triton itself supports, and for CPU tensors under its interpreter."""
+    capability = Capability(
+        devices=frozenset({"cuda", "rocm"}),
+        dtypes=frozenset({F16, BF16, F32}),
+        options=options,
+        min_capability=(8, 0),
+        packages=(TRITON,),
+        interpreter="TRITON_INTERPRET",
+    )
+    return Implementation(op=op, backend="triton", module="liger.backends.triton", capability=capability)
+
+
 for implementation in (
+    _triton("cross_entropy", CROSS_ENTROPY | {"loss_dtype", "in_place"}),
+    _triton("fused_linear_cross_entropy", LINEAR),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.
     Implementation(
         op="cross_entropy",

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
 CPU_SLAB_BYTES = 64 << 20
-GPU_SLAB_BYTES = 512 << 20
+GPU_SLAB_BYTES = 2 << 30
+GPU_CHUNKS = 3
+GPU_CHUNK_ROWS = (2048, 4096)
+"""On a GPU: three chunks, within these bounds. Every chunk rereads and rewrites the weight gradient's accumulator, which
+costs about (93 if bf16 else 186) / rows of the GEMMs' time: below 2048 rows that shows, above 4096 it does not, and three
+chunks keep the peak below 60 % of unfused memory (one H200, 2026-11-29, benchmark/data/tune_chunks_h200.csv)."""
 FEW_CHUNKS = 4
 """Summing k bf16 chunks in bf16 multiplies one rounding's error by about sqrt((k + 1) / 2): 1.6 at 4."""
 SKIP_FRACTION = 1 / 16
@@ -56,7 +61,7 @@ class Plan:
         if count == 0:
             return
         tile = GEMM_ROW_TILE if self.chunk_rows >= GEMM_ROW_TILE else 1
-        step = min(self.chunk_rows, -(-(-(-rows // count)) // tile) * tile)
+        step = min(self.chunk_rows, _round_up(-(-rows // count), tile))
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
@@ -95,14 +100,7 @@ def make_plan(
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
     row_bytes = vocab * gemm_dtype.itemsize
-    if chunk_size is None:
-        budget = CPU_SLAB_BYTES if device_type == "cpu" else GPU_SLAB_BYTES
-        chunk_rows = max(1, budget // row_bytes)
-        if chunk_rows > GEMM_ROW_TILE:
-            chunk_rows -= chunk_rows % GEMM_ROW_TILE
-    else:
-        chunk_rows = chunk_size
-    chunk_rows = min(chunk_rows, max(n, 1))
+    chunk_rows = min(chunk_size or _default_chunk_rows(n, row_bytes, device_type), max(n, 1))
     chunks = -(-n // chunk_rows)
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
@@ -113,6 +111,15 @@ def make_plan(
     cast_bytes = weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0
     peak_bytes = grad_bytes + max(slab_bytes + copy_bytes, cast_bytes)
     return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes)
+
+
+def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
+    if device_type == "cpu":
+        rows = CPU_SLAB_BYTES // row_bytes
+    else:
+        fewest, most = GPU_CHUNK_ROWS
+        rows = min(max(_round_up(-(-n // GPU_CHUNKS), GEMM_ROW_TILE), fewest), most, GPU_SLAB_BYTES // row_bytes)
+    return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
 
 
 def plan_for(call: Call) -> Plan:
@@ -258,6 +265,10 @@ def _labelled_rows(call: Call, plan: Plan) -> Tensor | None:
         return None
     index = (call.target != call.options.ignore_index).nonzero()[:, 0]
     return index if plan.skips(index.shape[0]) else None
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _present(tensor: Tensor | None) -> Tensor:

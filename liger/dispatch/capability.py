@@ -100,7 +100,9 @@ class Capability:
     options: frozenset[str]
     """Names of the options honoured at values other than their default."""
     archs: frozenset[tuple[int, int]] | None = None
-    """Exact NVIDIA compute capabilities; None is any (portable kernels)."""
+    """Exact NVIDIA compute capabilities, for kernels built on instructions of one architecture; None is any."""
+    min_capability: tuple[int, int] | None = None
+    """Lowest NVIDIA compute capability that portable kernels' compiler supports."""
     packages: tuple[Package, ...] = ()
     interpreter: str | None = None
     """Environment variable that, set to 1, makes the kernels run on CPU tensors as well."""
@@ -115,9 +117,12 @@ class Capability:
         if self.devices is not None and device.type not in self.devices and not interpreted:
             hint = f"; cpu with {self.interpreter}=1" if self.interpreter and device.type == "cpu" else ""
             out.append(f"device {device.type} (supported: {', '.join(sorted(self.devices))}{hint})")
-        elif self.archs is not None and device.type == "cuda" and device.capability not in self.archs:
+        elif device.type == "cuda":
             given = "unknown" if device.capability is None else _dotted(device.capability)
-            out.append(f"compute capability {given} (supported: {', '.join(map(_dotted, sorted(self.archs)))})")
+            if self.archs is not None and device.capability not in self.archs:
+                out.append(f"compute capability {given} (supported: {', '.join(map(_dotted, sorted(self.archs)))})")
+            if self.min_capability is not None and (device.capability or (0, 0)) < self.min_capability:
+                out.append(f"compute capability {given} (needs at least {_dotted(self.min_capability)})")
         if request.dtype not in self.dtypes:
             out.append(f"dtype {_short(request.dtype)} (supported: {', '.join(sorted(map(_short, self.dtypes)))})")
         out += [f"{name}={value} is not supported" for name, value in request.options if name not in self.options]
@@ -136,9 +141,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _has_module(module: str) -> bool:
+    top = module.partition(".")[0]  # finding a submodule would import its parent
     try:
-        return importlib.util.find_spec(module) is not None
-    except ValueError:  # sys.modules[module] is None or has no __spec__: importing it is what will tell
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):  # a finder refused, sys.modules[top] is None or has no __spec__: importing will tell
         return True
 
 

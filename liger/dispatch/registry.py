@@ -157,16 +157,16 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
     key = (request, backend, os.environ.get(ENVIRONMENT_VARIABLE), os.environ.get("TRITON_INTERPRET"))
     chosen = _memo.get(key)
     if chosen is None:
-        rows, source = _candidates(request.op, backend)
+        name, source = _asked_for(backend)
         refused: list[tuple[str, tuple[str, ...]]] = []
-        for row in rows:
+        for row in _candidates(request.op, name):
             reasons = row.reasons(request)
             if not reasons:
                 chosen = row
                 break
             refused.append((row.backend, reasons))
         else:
-            raise UnsupportedError(request, tuple(refused), source)
+            raise UnsupportedError(request, tuple(refused) or _absent(request.op, name), source)
         if source == "auto":
             _report_fallback(request, chosen, tuple(refused))
         if len(_memo) >= MEMO_SIZE:
@@ -177,22 +177,32 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
 
 def explain_request(request: Request, backend: str | None = None) -> Explanation:
     """Every candidate row with its reasons, and which one `resolve` would return (without the plan)."""
-    rows, source = _candidates(request.op, backend)
-    verdicts = tuple((row.backend, row.reasons(request)) for row in rows)
-    chosen = next((name for name, reasons in verdicts if not reasons), None)
-    return Explanation(request, verdicts, chosen, source)
+    name, source = _asked_for(backend)
+    verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request.op, name))
+    chosen = next((fitting for fitting, reasons in verdicts if not reasons), None)
+    return Explanation(request, verdicts or _absent(request.op, name), chosen, source)
 
 
-def _candidates(op: Op, backend: str | None) -> tuple[tuple[Implementation, ...], str]:
+def _asked_for(backend: str | None) -> tuple[str, str]:
+    """The name of a backend, or "auto", and where it came from."""
     name, source = backend, "argument"
     if name is None or name in AUTO:
         name, source = os.environ.get(ENVIRONMENT_VARIABLE, ""), "environment"
     if name in AUTO:
-        return table(op), "auto"
+        return "auto", "auto"
     if name not in backends():
         where = "backend" if source == "argument" else f"${ENVIRONMENT_VARIABLE}"
         raise ValueError(f"{where} must be one of {', '.join(('auto', *backends()))}, got {name!r}")
-    return tuple(row for row in table(op) if row.backend == name), source
+    return name, source
+
+
+def _candidates(op: Op, name: str) -> tuple[Implementation, ...]:
+    return tuple(row for row in table(op) if name in ("auto", row.backend))
+
+
+def _absent(op: Op, name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """What to say when there is no row to ask: a backend may serve the other op only."""
+    return ((name, (f"it has no {op}",)),)
 
 
 def _report_fallback(

@@ -1,0 +1,154 @@
+"""Writes the generated parts of the documentation: `python docs/generate.py`; `--check` only says what is stale.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->` in a page of docs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import liger
+import liger.backends  # fills the table
+from liger.dispatch import DeviceInfo, Implementation, Request, table
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmark" / "results"
+PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
+
+FUNCTIONS = {
+    "cross_entropy": liger.liger_cross_entropy,
+    "fused_linear_cross_entropy": liger.liger_fused_linear_cross_entropy,
+}
+NOT_OPTIONS = {"cross_entropy": {"input", "target"}, "fused_linear_cross_entropy": {"input", "weight", "target"}}
+SHAPES = {"cross_entropy": (8192, 128256), "fused_linear_cross_entropy": (8192, 128256, 4096)}
+NVIDIA = ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+DEVICES = (*(DeviceInfo("cuda", arch) for arch in NVIDIA), DeviceInfo("rocm"), DeviceInfo("xpu"), DeviceInfo("cpu"))
+
+
+def support() -> str:
+    """What each row of the registry's table needs, and which options it honours."""
+    return "\n".join(_support(op) for op in FUNCTIONS)
+
+
+def auto() -> str:
+    """What auto would choose on each kind of device."""
+    head = ("device", *(f"`{op}`" for op in FUNCTIONS))
+    return _table(head, ((str(device), *(_auto(op, device) for op in FUNCTIONS)) for device in DEVICES))
+
+
+def measured() -> str:
+    """Every benchmark result that is checked in, as it was written."""
+    parts = []
+    for path in sorted(RESULTS.glob("*.csv")):
+        with path.open(newline="", encoding="utf-8") as file:
+            head, *rows = csv.reader(file)
+        parts.append(f"### {path.stem.replace('_', ' ')}\n\n{_table(head, rows)}")
+    return "\n".join(parts) or "No benchmark result is checked in yet.\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {"support": support, "auto": auto, "measured": measured}
+
+
+def _support(op: str) -> str:
+    rows = table(op)
+    names = [n for n in inspect.signature(FUNCTIONS[op]).parameters if n not in NOT_OPTIONS[op] | {"backend"}]
+    lines = [(title, *map(needs, rows)) for title, needs in NEEDS.items()]
+    lines += [(f"`{name}`", *("yes" if name in row.capability.options else "no" for row in rows)) for name in names]
+    return f"### `{op}`\n\n{_table(('', *(_label(row, rows) for row in rows)), lines)}"
+
+
+def _label(row: Implementation, rows: tuple[Implementation, ...]) -> str:
+    """The backend, with its module where one backend has several rows."""
+    several = sum(other.backend == row.backend for other in rows) > 1
+    return f"{row.backend} ({row.module.rpartition('.')[2]})" if several else row.backend
+
+
+def _devices(row: Implementation) -> str:
+    needs = row.capability
+    devices = "any" if needs.devices is None else ", ".join(sorted(needs.devices))
+    return devices if needs.interpreter is None else f"{devices}; cpu with `{needs.interpreter}=1`"
+
+
+def _archs(row: Implementation) -> str:
+    archs = row.capability.archs
+    return "any" if archs is None else ", ".join(_dotted(arch) for arch in sorted(archs))
+
+
+def _dtypes(row: Implementation) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in row.capability.dtypes))
+
+
+def _packages(row: Implementation) -> str:
+    windows = (f"{p.name} ≥ {_dotted(p.minimum)}, < {_dotted(p.below)}" for p in row.capability.packages)
+    return "; ".join(windows) or "none"
+
+
+def _rule(row: Implementation) -> str:
+    rule = row.capability.rule
+    return "none" if rule is None else (inspect.getdoc(rule) or rule.__name__).splitlines()[0]
+
+
+NEEDS: dict[str, Callable[[Implementation], str]] = {
+    "devices": _devices,
+    "compute capability": _archs,
+    "dtypes": _dtypes,
+    "packages": _packages,
+    "further condition": _rule,
+    "bad target": lambda row: "`ValueError`" if row.checks_target else "NaN in its row",
+    "backward twice": lambda row: "`RuntimeError`" if row.consumes_saved else "works",
+}
+
+
+def _auto(op: str, device: DeviceInfo) -> str:
+    """The first row with no reason against a plain bfloat16 call, were its packages installed."""
+    request = Request(op, device, torch.bfloat16, SHAPES[op])
+    for row in table(op):
+        if not replace(row.capability, packages=(), interpreter=None).reasons(request):
+            return _label(row, table(op))
+    return "none"
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = tuple(head)
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
+
+
+def regenerate(page: str) -> str:
+    """A page's text with its generated parts made anew."""
+    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", page)
+
+
+def main() -> int:
+    """Write the pages, or with `--check` name the stale ones and return 1."""
+    parser = argparse.ArgumentParser(description="Write the generated parts of the documentation.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
+    check = parser.parse_args().check
+    stale = False
+    for path in sorted(DOCS.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (new := regenerate(page)) != page:
+            stale = True
+            if check:
+                print(f"docs/{path.name} is stale: run python docs/generate.py", file=sys.stderr)
+            else:
+                path.write_text(new, encoding="utf-8")
+                print(f"wrote docs/{path.name}")
+    return int(check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

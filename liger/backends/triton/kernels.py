@@ -1,0 +1,383 @@
+"""Device code of the row kernels. The equations are in `liger.spec`; the names of its coefficients a, b, d are used here.
+
+One program owns one row. Statistics are kept per lane group (WIDTH neighbouring logits, what one 16-byte load brings) as a
+vector of running (maximum, sum) pairs and reduced once at the end of the row: no barrier inside the loop, and one rescaling
+exponential per group instead of one per logit. The first HELD logits of a row stay in registers between the pass that
+computes statistics and the pass that writes the gradient, so only the others are read a second time.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e38)  # below any logit but finite: a group with nothing in it yields exp(-inf - LOWEST) = 0
+
+
+@triton.jit
+def _load(row_ptr, offsets, stride, vocab, MASKED: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr):
+    if STRIDED:  # a column of a transposed matrix may lie past 2^31 elements
+        pointers = row_ptr + offsets.to(tl.int64) * stride
+    else:
+        pointers = row_ptr + offsets
+    if MASKED:
+        return tl.load(pointers, mask=offsets < vocab, other=0.0, eviction_policy=EVICT)
+    return tl.load(pointers, eviction_policy=EVICT)
+
+
+@triton.jit
+def _store(row_ptr, offsets, stride, vocab, values, MASKED: tl.constexpr, STRIDED: tl.constexpr):
+    if STRIDED:
+        pointers = row_ptr + offsets.to(tl.int64) * stride
+    else:
+        pointers = row_ptr + offsets
+    values = values.to(row_ptr.dtype.element_ty)
+    if MASKED:
+        tl.store(pointers, values, mask=offsets < vocab, cache_modifier=".cs")
+    else:
+        tl.store(pointers, values, cache_modifier=".cs")
+
+
+@triton.jit
+def _tanh(x):
+    # (1 - e) / (1 + e) cancels near 0; there five terms of the series are exact to fp32.
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - e) / (1.0 + e)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _capped(x, softcap):
+    x = x.to(tl.float32)
+    if softcap is not None:
+        x = softcap * _tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def _capped_block(x, offsets, vocab, softcap, MASKED: tl.constexpr):
+    """Logits after the soft cap; padding lanes are -inf so that they carry no mass."""
+    s = _capped(x, softcap)
+    if MASKED:
+        s = tl.where(offsets < vocab, s, -float("inf"))
+    return s
+
+
+@triton.jit
+def _add_block(
+    s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr,
+    SMOOTHING: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Fold a block into the running statistics of its lane groups."""
+    BLOCK: tl.constexpr = s.shape[0]
+    groups = tl.reshape(s, (BLOCK // WIDTH, WIDTH))
+    larger = tl.maximum(maxima, tl.max(groups, 1))
+    exps = tl.exp2((groups - larger[:, None]) * LOG2_E)
+    sums = sums * tl.exp2((maxima - larger) * LOG2_E) + tl.sum(exps, 1)
+    if SMOOTHING:
+        part = s - first
+        if MASKED:
+            part = tl.where(offsets < vocab, part, 0.0)
+        if class_weight_ptr is not None:
+            part = part * tl.load(class_weight_ptr + offsets, mask=offsets < vocab, other=0.0)
+        weighted += tl.sum(tl.reshape(part, (BLOCK // WIDTH, WIDTH)), 1)
+    return larger, sums, weighted
+
+
+@triton.jit
+def _statistics(
+    row_ptr, stride, vocab, softcap, class_weight_ptr, first, start, maxima, sums, weighted,
+    SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Statistics of a row from `start` on, added to those given: (m, sum exp(s - m), sum w (s - first))."""
+    lanes = tl.arange(0, BLOCK)
+    full = vocab // BLOCK * BLOCK
+    for begin in range(start, full, BLOCK):
+        offsets = begin + lanes
+        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, EVICT), softcap)
+        maxima, sums, weighted = _add_block(
+            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
+        )
+    if tl.maximum(full, start) < vocab:
+        offsets = full + lanes
+        x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, EVICT)
+        s = _capped_block(x, offsets, vocab, softcap, True)
+        maxima, sums, weighted = _add_block(
+            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, True, WIDTH
+        )
+    return maxima, sums, weighted
+
+
+@triton.jit
+def _reduced(maxima, sums, weighted):
+    maximum = tl.max(maxima, 0)
+    return maximum, tl.sum(sums * tl.exp2((maxima - maximum) * LOG2_E), 0), tl.sum(weighted, 0)
+
+
+@triton.jit
+def _argmax(row_ptr, stride, vocab, softcap, maximum, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Lowest index whose capped logit is the maximum."""
+    best = tl.full((BLOCK,), vocab, tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, "")
+        s = _capped_block(x, offsets, vocab, softcap, True)
+        best = tl.minimum(best, tl.where(s == maximum, offsets, vocab))
+    return tl.min(best, 0)
+
+
+@triton.jit
+def _inverse(divisor_ptr):
+    if divisor_ptr is None:
+        inverse = 1.0
+    else:
+        divisor = tl.load(divisor_ptr).to(tl.float32)
+        inverse = tl.where(divisor > 0.0, 1.0 / divisor, 0.0)
+    return inverse
+
+
+@triton.jit
+def _coefficients(
+    y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+    label_smoothing, lse_square_scale,
+):  # fmt: skip
+    """a, b and d of the row's gradient; `t` scales the row and is NaN if its target is out of range."""
+    core = t * _inverse(core_divisor_ptr)
+    b = core * (1.0 - label_smoothing)
+    if class_weight_ptr is not None:
+        b *= tl.load(class_weight_ptr + y)
+    d = core * label_smoothing / vocab
+    if class_weight_sum_ptr is not None:
+        weight_sum = tl.load(class_weight_sum_ptr)
+    else:
+        weight_sum = vocab.to(tl.float32)
+    a = b + d * weight_sum + t * _inverse(z_divisor_ptr) * 2.0 * lse_square_scale * (maximum + log_sum)
+    return a, b, d
+
+
+@triton.jit
+def _gradient_block(
+    s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING: tl.constexpr
+):  # fmt: skip
+    p = tl.exp2((s - maximum) * LOG2_E - log_sum * LOG2_E)
+    g = a * p
+    if SMOOTHING:
+        if class_weight_ptr is not None:
+            g -= d * tl.load(class_weight_ptr + offsets, mask=offsets < vocab, other=0.0)
+        else:
+            g -= d
+    g = tl.where(offsets == y, g - b, g)
+    if softcap is not None:
+        ratio = s / softcap
+        g *= 1.0 - ratio * ratio
+    return g
+
+
+@triton.jit
+def _write_gradient(
+    row_ptr, stride, grad_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, start,
+    SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a row from `start` on, reading the logits (again)."""
+    lanes = tl.arange(0, BLOCK)
+    full = vocab // BLOCK * BLOCK
+    for begin in range(start, full, BLOCK):
+        offsets = begin + lanes
+        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, "evict_first"), softcap)
+        g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
+        _store(grad_ptr, offsets, grad_stride, vocab, g, False, GRAD_STRIDED)
+    if tl.maximum(full, start) < vocab:
+        offsets = full + lanes
+        s = _capped(_load(row_ptr, offsets, stride, vocab, True, STRIDED, "evict_first"), softcap)
+        g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
+        _store(grad_ptr, offsets, grad_stride, vocab, g, True, GRAD_STRIDED)
+
+
+@triton.jit
+def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in range(0, vocab, BLOCK):
+        offsets = begin + tl.arange(0, BLOCK)
+        _store(grad_ptr, offsets, grad_stride, vocab, tl.zeros((BLOCK,), tl.float32), True, GRAD_STRIDED)
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def rows_kernel(
+    logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
+    class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+    loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
+    vocab, ignore_index, label_smoothing, lse_square_scale, softcap,
+    SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, HELD_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Statistics, loss and, with `grad_ptr`, gradient of one row in one launch.
+
+    Reads the row once, and all but its first HELD logits a second time (mostly from L2) for the gradient, which is
+    written once. Pointers that are None leave their part out.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
+    y = tl.load(target_ptr + row * target_stride).to(tl.int64)
+    if grad_ptr is not None:
+        grad_row_ptr = grad_ptr + row * grad_row_stride
+
+    if y == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        if z_loss_ptr is not None:
+            tl.store(z_loss_ptr + row, 0.0)
+        if predicted_ptr is not None:
+            tl.store(predicted_ptr + row, -1)
+        if lse_ptr is not None:
+            tl.store(lse_ptr + row, 0.0)
+            tl.store(lse_ptr + lse_stride + row, 0.0)
+        if grad_ptr is not None:
+            _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
+        return
+
+    in_range = (y >= 0) & (y < vocab)
+    y = tl.where(in_range, y, 0)
+    target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
+    first = _capped(tl.load(row_ptr), softcap)
+
+    lanes = tl.arange(0, BLOCK)
+    maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
+    sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    held = ()
+    for i in tl.static_range(HELD // BLOCK):
+        offsets = i * BLOCK + lanes
+        x = _load(row_ptr, offsets, logits_stride, vocab, HELD_MASKED, STRIDED, "evict_first")
+        held = held + (x,)  # type: ignore[assignment]
+    for i in tl.static_range(HELD // BLOCK):
+        offsets = i * BLOCK + lanes
+        s = _capped_block(held[i], offsets, vocab, softcap, HELD_MASKED)
+        maxima, sums, weighted = _add_block(
+            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, HELD_MASKED, WIDTH
+        )
+    maxima, sums, weighted = _statistics(
+        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, first, HELD, maxima, sums, weighted,
+        SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
+    )  # fmt: skip
+    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
+    log_sum = tl.log(sum_exp)
+
+    nll = log_sum - (target_logit - maximum)
+    t = tl.where(in_range, 1.0, float("nan"))
+    if TOKEN_SCALING:
+        t *= tl.exp2(-nll * LOG2_E)
+    a, b, d = _coefficients(
+        y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        label_smoothing, lse_square_scale,
+    )  # fmt: skip
+    loss = b * nll  # b = t (1 - e) w_y / D, so this is the core term without smoothing
+    if SMOOTHING:
+        if class_weight_sum_ptr is not None:
+            weight_sum = tl.load(class_weight_sum_ptr)
+        else:
+            weight_sum = vocab.to(tl.float32)
+        loss += d * (weight_sum * (log_sum + (maximum - first)) - weighted_sum)
+    lse = maximum + log_sum
+    z = t * _inverse(z_divisor_ptr) * lse_square_scale * lse * lse
+    tl.store(loss_ptr + row, loss + z)
+    if z_loss_ptr is not None:
+        tl.store(z_loss_ptr + row, z)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, maximum)
+        tl.store(lse_ptr + lse_stride + row, log_sum)
+    if predicted_ptr is not None:
+        best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)
+        tl.store(predicted_ptr + row, best.to(tl.int64))
+
+    if grad_ptr is not None:
+        for i in tl.static_range(HELD // BLOCK):
+            offsets = i * BLOCK + lanes
+            s = _capped(held[i], softcap)
+            g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
+            _store(grad_row_ptr, offsets, grad_stride, vocab, g, HELD_MASKED, GRAD_STRIDED)
+        _write_gradient(
+            row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap,
+            class_weight_ptr, HELD, SMOOTHING, STRIDED, GRAD_STRIDED, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def row_stats_kernel(
+    logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr, class_weight_sum_ptr,
+    maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, softcap,
+    SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Statistics of one row over the vocabulary range given. Reads the row once."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
+    y = tl.load(target_ptr + row * target_stride).to(tl.int64)
+    in_range = (y >= 0) & (y < vocab)
+    target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), softcap)
+    first = _capped(tl.load(row_ptr), softcap)
+    maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
+    sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    maxima, sums, weighted = _statistics(
+        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, first, 0, maxima, sums, weighted,
+        SMOOTHING, STRIDED, "evict_first", BLOCK, WIDTH,
+    )  # fmt: skip
+    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(sum_exp_ptr + row, sum_exp)
+    tl.store(target_logit_ptr + row, tl.where(in_range, target_logit - maximum, float("nan")))
+    if weighted_sum_ptr is not None:
+        if class_weight_sum_ptr is not None:
+            weight_sum = tl.load(class_weight_sum_ptr)
+        else:
+            weight_sum = vocab.to(tl.float32)
+        tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - first))
+    if argmax_ptr is not None:
+        best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)
+        tl.store(argmax_ptr + row, best.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def row_grad_kernel(
+    logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
+    class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
+    grad_loss_ptr, grad_loss_stride, vocab, ignore_index, label_smoothing, lse_square_scale, softcap,
+    SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one row from its saved (m, log sum), times its upstream gradient. Reads and writes the row once."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
+    grad_row_ptr = grad_ptr + row * grad_row_stride
+    y = tl.load(target_ptr + row * target_stride).to(tl.int64)
+    if y == ignore_index:
+        _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
+        return
+    in_range = (y >= 0) & (y < vocab)
+    y = tl.where(in_range, y, 0)
+    maximum = tl.load(lse_ptr + row)
+    log_sum = tl.load(lse_ptr + lse_stride + row)
+    t = tl.where(in_range, tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32), float("nan"))
+    if TOKEN_SCALING:
+        target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
+        t *= tl.exp2((target_logit - maximum - log_sum) * LOG2_E)
+    a, b, d = _coefficients(
+        y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        label_smoothing, lse_square_scale,
+    )  # fmt: skip
+    _write_gradient(
+        row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap,
+        class_weight_ptr, 0, SMOOTHING, STRIDED, GRAD_STRIDED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scale_kernel(ptr, row_stride, stride, factor_ptr, rows, columns, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply a matrix by a 0-D factor, in fp32, rounded once; a few persistent programs that end at once if it is 1."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor == 1.0:
+        return
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        row_ptr = ptr + row * row_stride
+        for begin in range(0, columns, BLOCK):
+            offsets = begin + tl.arange(0, BLOCK)
+            x = _load(row_ptr, offsets, stride, columns, True, STRIDED, "evict_first")
+            _store(row_ptr, offsets, stride, columns, x.to(tl.float32) * factor, True, STRIDED)

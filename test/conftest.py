@@ -1,0 +1,146 @@
+"""A test with an argument `ce`, `flce` or `loss` (either op) runs on every implementation in the table, on every device.
+
+The argument is a `Subject`: a row of the table together with a device. Those on "cuda" carry the mark `gpu`. What
+cannot run here is skipped with the row's own reasons. Without a GPU, Triton's kernels run in its interpreter, which is
+slow: `Subject.interpreted` is there for tests to choose smaller sizes.
+"""
+
+import os
+from dataclasses import dataclass
+
+import hypothesis
+import pytest
+import torch
+
+# Before anything imports triton: its kernels read this when they are defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import liger
+from liger.dispatch import OPS, Implementation, Request, device_info, table
+from liger.options import CrossEntropyOptions
+from liger.testing import Inputs, Outcome, assert_matches, collect, make_inputs, reference, yardstick
+
+DEVICES = ("cpu", "cuda")
+HALF = (torch.float16, torch.bfloat16)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers already fill the cores
+
+# The same examples on every run; `--hypothesis-profile explore` looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, max_examples=50)
+hypothesis.settings.register_profile("explore", deadline=None, database=None, max_examples=2000)
+hypothesis.settings.load_profile("repeatable")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One implementation on one device."""
+
+    row: Implementation
+    device: str
+
+    @property
+    def fused(self) -> bool:
+        return self.row.op == "fused_linear_cross_entropy"
+
+    @property
+    def interpreted(self) -> bool:
+        return self.device == "cpu" and self.row.capability.interpreter is not None
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Admitted dtypes, most precise first."""
+        return sorted(self.row.capability.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+    @property
+    def finest(self) -> torch.dtype:
+        return self.dtypes[0]
+
+    def few(self, sizes, count=1):
+        """All sizes; only the first `count` in the interpreter."""
+        return sizes[:count] if self.interpreted else sizes
+
+    def reasons(self, dtype: torch.dtype | None = None, **options: object) -> tuple[str, ...]:
+        """The row's reasons against a small call; options by name, tensors as True."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return ("no CUDA device here",)
+        shape = (8, 16, 4) if self.fused else (8, 16)
+        info = device_info(torch.device(self.device))
+        return self.row.reasons(Request(self.row.op, info, dtype or torch.float32, shape, tuple(options.items())))
+
+    def needs(self, dtype: torch.dtype | None = None, **options: object) -> None:
+        """Skip the test, saying why, where the row refuses these."""
+        if reasons := self.reasons(dtype, **options):
+            pytest.skip(f"{self}: {'; '.join(reasons)}")
+
+    def inputs(self, rows: int, vocab: int, hidden: int = 16, **kwargs) -> Inputs:
+        """Random tensors for this op, on this device."""
+        return make_inputs(rows, vocab, hidden if self.fused else None, device=self.device, **kwargs)
+
+    def tensors(self, input, target, weight=None, bias=None, class_weight=None) -> Inputs:
+        """The given tensors, moved to this device."""
+        given = (input, target, weight, bias, class_weight)
+        return Inputs(*(None if t is None else t.to(self.device) for t in given))
+
+    def __call__(self, inputs: Inputs, **options):
+        """The loss through the public function, on this row's backend."""
+        options.setdefault("backend", self.row.backend)
+        if self.fused:
+            return liger.liger_fused_linear_cross_entropy(
+                inputs.input, inputs.weight, inputs.target, inputs.bias, inputs.class_weight, **options
+            )
+        return liger.liger_cross_entropy(inputs.input, inputs.target, inputs.class_weight, **options)
+
+    def outcome(self, inputs: Inputs, *, upstream=None, frozen=(), **options) -> Outcome:
+        """Loss and gradients, of fresh leaves with the values of `inputs`."""
+        leaves = inputs.leaves(*frozen)
+        return collect(self(leaves, **options), leaves, upstream)
+
+    def expected(self, inputs: Inputs, *, upstream=None, **options) -> tuple[Outcome, Outcome]:
+        """(reference, yardstick) of a call."""
+        checked = CrossEntropyOptions(**options)
+        # A CPU's products are made in float32 whatever the dtype; a GPU's in half precision round what they touch.
+        half = self.fused and self.device != "cpu" and inputs.input.dtype in HALF
+        gemm_dtype = inputs.input.dtype if half else None
+        return (
+            reference(inputs, checked, upstream),
+            yardstick(inputs, checked, upstream, gemm_dtype=gemm_dtype),
+        )
+
+    def check(self, inputs: Inputs, *, upstream=None, frozen=(), **options) -> Outcome:
+        """The outcome, after it was found within budget of the oracle's."""
+        got = self.outcome(inputs, upstream=upstream, frozen=frozen, **options)
+        assert_matches(got, *self.expected(inputs, upstream=upstream, **options))
+        ignored = inputs.target.flatten() == options.get("ignore_index", -100)
+        if got.input is not None:
+            assert not got.input.flatten(0, -2)[ignored].any(), "an ignored row has a gradient"
+        return got
+
+    def __str__(self) -> str:
+        return f"{'flce' if self.fused else 'ce'}-{self.row.backend}-{self.device}"
+
+
+ARGUMENTS = {"ce": OPS[:1], "flce": OPS[1:], "loss": OPS}
+
+
+def pytest_generate_tests(metafunc):
+    for argument, ops in ARGUMENTS.items():
+        if argument in metafunc.fixturenames:
+            subjects = [Subject(row, device) for op in ops for row in table(op) for device in DEVICES]
+            marks = {"cpu": (), "cuda": pytest.mark.gpu}
+            metafunc.parametrize(
+                argument, [pytest.param(subject, id=str(subject), marks=marks[subject.device]) for subject in subjects]
+            )
+
+
+def pytest_runtest_setup(item):
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    for subject in parameters:
+        if isinstance(subject, Subject):
+            subject.needs()
+
+
+@pytest.fixture(autouse=True)
+def _no_backend_from_outside(monkeypatch):
+    monkeypatch.delenv("LIGER_BACKEND", raising=False)

@@ -1,0 +1,83 @@
+"""The documentation says what the code does: generated parts are fresh, examples run, links and names resolve."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import liger
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *ROOT.glob("README.md")])
+FENCED = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FETCHED = re.compile(r"<(?:script|img|iframe|link)[^>]* (?:src|href)=\"?(https?:[^\"\s>]+)")
+DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def python_blocks(page: Path) -> list[tuple[str, str]]:
+    """(title, code) of the Python examples of a page."""
+    return [(title, code) for language, title, code in FENCED.findall(page.read_text("utf-8")) if language == "python"]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page defines: its headings' and those of the reference's directives."""
+    text = FENCED.sub("", page.read_text("utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return slugs | set(DIRECTIVE.findall(text))
+
+
+def test_generated_parts_are_fresh():
+    check = run(sys.executable, "docs/generate.py", "--check")
+    assert check.returncode == 0, check.stderr
+
+
+def test_every_public_name_is_in_the_reference():
+    documented = set(DIRECTIVE.findall((DOCS / "reference.md").read_text("utf-8")))
+    assert {f"liger.{name}" for name in liger.__all__} <= documented
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    for link in LINK.findall(FENCED.sub("", page.read_text("utf-8"))):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
+def test_examples_run(page, tmp_path, monkeypatch):
+    """A page's Python blocks, in order, in one namespace; a block with a title is a file that they may import."""
+    for variable in ("LIGER_BACKEND", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace = {"__name__": page.stem}
+    for title, code in python_blocks(page):
+        if title:
+            (tmp_path / title).write_text(code, "utf-8")
+        else:
+            exec(compile(code, page.name, "exec"), namespace)
+
+
+def test_site_builds_and_fetches_nothing(tmp_path):
+    pytest.importorskip("material", reason="the docs extra is not installed")
+    build = run(sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site"))
+    assert build.returncode == 0, build.stderr
+    pages = list((tmp_path / "site").glob("*.html"))
+    assert len(pages) >= len(list(DOCS.glob("*.md")))
+    for page in pages:
+        html = page.read_text("utf-8")
+        assert "arithmatex" not in html, f"{page.name}: a formula was not converted"
+        fetched = FETCHED.findall(html)
+        assert not fetched, f"{page.name}: {fetched}"
