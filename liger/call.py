@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import dispatch, spec
 from .backends import linear, logits
@@ -280,6 +281,8 @@ def _check(
             raise ValueError(f"{name} must have shape ({vocab},), one element per class, got {tuple(vector.shape)}")
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{class_name} requires grad, but class weights get no gradient: pass {class_name}.detach()")
+    if class_weight is not None and forward_ad.unpack_dual(class_weight).tangent is not None:  # type: ignore[no-untyped-call]
+        raise ValueError(f"{class_name} has a tangent, but class weights get no derivative, forward-mode either")
     accum = options.accum_dtype
     if weight is not None and accum is not None and accum not in (weight.dtype, spec.compute_dtype(weight.dtype)):
         allowed = dict.fromkeys((weight.dtype, spec.compute_dtype(weight.dtype)))

@@ -1,9 +1,9 @@
 """What tests and benchmarks share: real shapes, seeded inputs, an oracle of its own, and error budgets.
 
 The oracle is dense, made of ordinary torch ops and differentiated by autograd. It shares no formula with `liger.spec`:
-the target distribution is written out, rows that count for nothing are taken out before anything is computed.
-`reference` runs it in float64; `yardstick` runs the same in float32 and rounds wherever an implementation in the
-tensors' dtype has to, so that its distance from `reference` is the error that the dtype itself costs.
+the target distribution is written out, and rows that count for nothing are taken out before anything is computed.
+`reference` runs it in float64; `yardstick` runs the same in float32 and rounds where an implementation in the tensors'
+dtype has to, so that its distance from `reference` is the error that the dtype itself costs.
 
 Example:
     >>> inputs = make_inputs(16, 1000, dtype=torch.bfloat16)
@@ -24,9 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .options import CrossEntropyOptions, CrossEntropyOutput
-
-POOL = 64
-"""How many errors are taken together at least: the largest of 64 samples is not small by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +141,21 @@ class Outcome:
     """Gradient of the head's weight."""
     bias: Tensor | None = None
     """Gradient of the head's bias."""
-    row_losses: CrossEntropyOutput | None = None
-    """Only of the oracle: (N,) the parts that `loss` and `z_loss` are sums of."""
-    scores: Tensor | None = None
-    """Only of the oracle: (N, V) logits after bias and softcap."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """What the oracle found."""
+
+    outcome: Outcome
+    rows: CrossEntropyOutput
+    """(N,) the parts that `loss` and `z_loss` are sums of."""
+    scores: Tensor
+    """(N, V) logits after bias and softcap."""
+    magnitudes: Outcome
+    """For every number in `outcome`, the sum of the absolute values of its terms, times what amplifies their errors."""
+    row_magnitudes: CrossEntropyOutput
+    """The same for `rows`."""
 
 
 def collect(output: Tensor | CrossEntropyOutput, leaves: Inputs, upstream: Tensor | None = None) -> Outcome:
@@ -162,19 +170,18 @@ def collect(output: Tensor | CrossEntropyOutput, leaves: Inputs, upstream: Tenso
     output.loss.backward(torch.ones_like(output.loss) if upstream is None else upstream.to(output.loss.dtype))  # type: ignore[no-untyped-call]
     weight, bias = leaves.weight, leaves.bias
     return Outcome(
-        _map(output, Tensor.detach),
+        _map(Tensor.detach, output),
         leaves.input.grad,
         None if weight is None else weight.grad,
         None if bias is None else bias.grad,
     )
 
 
-def _map(output: CrossEntropyOutput, change: Callable[[Tensor], Tensor]) -> CrossEntropyOutput:
-    extras = (None if part is None else change(part) for part in output[1:])
-    return CrossEntropyOutput(change(output.loss), *extras)
+def _map(change: Callable[[Tensor], Tensor], output: CrossEntropyOutput) -> CrossEntropyOutput:
+    return CrossEntropyOutput(change(output.loss), *(None if part is None else change(part) for part in output[1:]))
 
 
-def reference(inputs: Inputs, options: CrossEntropyOptions, upstream: Tensor | None = None) -> Outcome:
+def reference(inputs: Inputs, options: CrossEntropyOptions, upstream: Tensor | None = None) -> Expected:
     """The truth: the oracle in float64. Arguments as in `yardstick`."""
     return _dense(inputs, options, upstream, torch.float64, None)
 
@@ -185,18 +192,17 @@ def yardstick(
     upstream: Tensor | None = None,
     *,
     gemm_dtype: torch.dtype | None = None,
-) -> Outcome:
-    """The oracle in float32, rounded where an implementation in the tensors' dtypes cannot help it.
+) -> Expected:
+    """The oracle in float32, before the result is rounded.
 
-    Gradients are rounded once to their tensor's dtype (for float64 tensors they stay float32, see `error_budget`).
     torch's own half-precision kernels take no part: on a CPU their gradient at a confident target is off by a quarter.
 
     Args:
-        inputs: the tensors; leading dimensions are flattened in the result's row-wise parts.
+        inputs: the tensors; leading dimensions are flattened in the row-wise parts of the result.
         options: as in a call; what only steers an implementation is not looked at.
         upstream: gradient of the loss, in the loss's shape; None is 1 everywhere.
         gemm_dtype: where the head's products run in half precision, the dtype that their operands, the logits and the
-            logits' gradient are rounded to. None: they do not.
+            logits' gradient are rounded to. None: they run in float32.
     """
     return _dense(inputs, options, upstream, torch.float32, gemm_dtype)
 
@@ -220,66 +226,81 @@ def _dense(
     upstream: Tensor | None,
     dtype: torch.dtype,
     gemm_dtype: torch.dtype | None,
-) -> Outcome:
+) -> Expected:
     def leaf(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
 
     def rounded(tensor: Tensor) -> Tensor:
         return tensor if gemm_dtype is None else _Rounded.apply(tensor, gemm_dtype)  # type: ignore[no-untyped-call]
 
-    x, weight, bias = leaf(inputs.input), leaf(inputs.weight), leaf(inputs.bias)
-    if x is None:
-        raise TypeError("inputs.input is missing")
-    logits = x.reshape(-1, x.shape[-1])
-    if weight is not None:
-        logits = F.linear(rounded(logits), rounded(weight), None if bias is None else rounded(bias))
-        logits = rounded(logits)
+    x, weight, bias = inputs.input.detach().to(dtype).requires_grad_(), leaf(inputs.weight), leaf(inputs.bias)
+    flat = x.reshape(-1, x.shape[-1])
+    if weight is None:
+        logits, spread = flat, torch.zeros_like(flat)
+    else:
+        head_bias = None if bias is None else rounded(bias)
+        logits = rounded(F.linear(rounded(flat), rounded(weight), head_bias))
+        spread = F.linear(flat.abs(), weight.abs(), None if bias is None else bias.abs()).detach()
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+        spread = spread + logits.detach().abs()
+    logits.retain_grad()
+
     class_weight = None if inputs.class_weight is None else inputs.class_weight.to(dtype)
-    output, row_losses, scores = _dense_loss(logits, inputs.target.reshape(-1), class_weight, options)
+    output, rows, pull, z_pull = _dense_loss(logits, inputs.target.reshape(-1), class_weight, options)
     if options.reduction == "none":
-        output = _map(output, lambda rows: rows.reshape(inputs.target.shape))
-    output.loss.backward(torch.ones_like(output.loss) if upstream is None else upstream.to(dtype))  # type: ignore[no-untyped-call]
+        output = _map(lambda part: part.reshape(inputs.target.shape), output)
+    upstream = torch.ones_like(output.loss) if upstream is None else upstream.to(dtype)
+    output.loss.backward(upstream)  # type: ignore[no-untyped-call]
 
-    def grad(leaf: Tensor | None, stored: Tensor | None) -> Tensor | None:
-        if leaf is None or stored is None:
-            return None
-        made = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        return made if torch.float64 in (dtype, stored.dtype) else made.to(stored.dtype)
+    per_row = upstream.reshape(-1) if options.reduction == "none" else upstream.expand(len(logits))
+    row_magnitudes, into_logits = _magnitudes(logits, spread, pull, z_pull, per_row, options)
+    into_input, into_weight, into_bias = into_logits, None, None
+    if weight is not None:
+        into_input, into_weight = into_logits @ weight.detach().abs(), into_logits.t() @ flat.detach().abs()
+        into_bias = None if bias is None else into_logits.sum(0)
 
-    gradients = (grad(x, inputs.input), grad(weight, inputs.weight), grad(bias, inputs.bias))
-    return Outcome(_map(output, Tensor.detach), *gradients, row_losses=row_losses, scores=scores)
+    gradients = [None if t is None else torch.zeros_like(t) if t.grad is None else t.grad for t in (x, weight, bias)]
+    return Expected(
+        Outcome(_map(Tensor.detach, output), *gradients),
+        rows,
+        logits.detach(),
+        Outcome(row_magnitudes, into_input.reshape(x.shape), into_weight, into_bias),
+        row_magnitudes,
+    )
 
 
 def _dense_loss(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, options: CrossEntropyOptions
-) -> tuple[CrossEntropyOutput, CrossEntropyOutput, Tensor]:
-    """(what a call returns, its row-wise parts, the scores) from logits (N, V), in their dtype."""
+) -> tuple[CrossEntropyOutput, CrossEntropyOutput, Tensor, Tensor]:
+    """From capped logits (N, V), in their dtype: what a call returns, its row-wise parts, and the factors of the loss,
+    (N, V) those of each class's -log p and (N,) those of lse squared.
+    """
     n, vocab = logits.shape
-    if options.softcap is not None:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
     valid = (target != options.ignore_index).nonzero()[:, 0]
     s, y = logits[valid], target[valid].long()
     w = torch.ones(vocab, dtype=s.dtype, device=s.device) if class_weight is None else class_weight
 
     log_p = F.log_softmax(s, -1)
     wanted = (1 - options.label_smoothing) * F.one_hot(y, vocab).to(s.dtype) + options.label_smoothing / vocab
-    core = -(wanted * w * log_p).sum(-1)
-    z = options.lse_square_scale * torch.logsumexp(s, -1).square()
+    pull = wanted * w
+    z_pull = torch.full_like(s[:, 0], options.lse_square_scale)
     if options.reduction == "mean":
-        mass, count = w[y].sum(), len(valid)
-        core = core / mass if mass > 0 else core * 0
-        z = z / max(count, 1)
+        mass = w[y].sum()
+        pull = pull / mass if mass > 0 else pull * 0
+        z_pull = z_pull / max(len(valid), 1)
     if options.use_token_scaling:
-        scale = log_p.gather(-1, y[:, None])[:, 0].exp().detach()
-        core, z = core * scale, z * scale
+        scale = log_p.gather(-1, y[:, None]).exp().detach()
+        pull, z_pull = pull * scale, z_pull * scale[:, 0]
+    core = -(pull * log_p).sum(-1)
+    z = z_pull * torch.logsumexp(s, -1).square()
 
     def spread(rows: Tensor) -> Tensor:
-        return logits.new_zeros(n).index_put((valid,), rows)
+        return logits.new_zeros((n, *rows.shape[1:])).index_put((valid,), rows)
 
     best = s.argmax(-1)
     losses, z_losses, hits = spread(core + z), spread(z), spread((best == y).to(s.dtype))
     predicted = torch.full_like(target, -1, dtype=torch.int64).index_put((valid,), best)
-    rows = CrossEntropyOutput(losses.detach(), z_losses.detach())
     keep = options.reduction == "none"
     output = CrossEntropyOutput(
         losses if keep else losses.sum(),
@@ -287,121 +308,143 @@ def _dense_loss(
         (hits if keep else hits.sum() / max(len(valid), 1)) if options.return_token_accuracy else None,
         predicted if options.return_predicted_tokens else None,
     )
-    return output, rows, logits.detach()
+    rows = CrossEntropyOutput(losses.detach(), z_losses.detach())
+    return output, rows, spread(pull).detach(), spread(z_pull).detach()
 
 
-def error_budget(reference: Tensor, yardstick: Tensor, dtype: torch.dtype) -> Tensor:
-    r"""How far each element of a result in `dtype` may be from `reference`, in float64, flattened.
-
-    An implementation in `dtype` that is as careful as torch's operations makes errors of the same kind as the
-    yardstick, but not the same ones, hence twice the yardstick's; its last step is to round the result, hence one
-    rounding. With \(d_j\) the yardstick's error at element j:
-
-    $$ |got_i - ref_i| \le 2 \max\Big(\max_{|ref_j| \le |ref_i|} d_j,\;
-       |ref_i| \max_{|ref_j| \ge |ref_i|} \frac{d_j}{|ref_j|}\Big) + \epsilon\, |ref_i| $$
-
-    The maxima make a chance hit of the yardstick harmless. An absolute error is lent only to elements at least as large,
-    a relative one only to elements at most as large, so that the gradient at the target lends nothing to tiny ones, and
-    sums that cancel lend nothing to others. The `POOL` elements at either end share one maximum.
-
-    Errors are proportional to the dtype's epsilon. For float64, where no better arithmetic is at hand, the yardstick is
-    float32's, and its error is scaled by the ratio of the two epsilons. Its factor of two then serves the reference as
-    well, which is float64 too.
-
-    What falls below the smallest normal float32 may be flushed to zero, as GPUs do.
+def _magnitudes(
+    logits: Tensor, spread: Tensor, pull: Tensor, z_pull: Tensor, upstream: Tensor, options: CrossEntropyOptions
+) -> tuple[CrossEntropyOutput, Tensor]:
+    """How far an error of one rounding in every term reaches, to first order and in units of it: (N,) into the rows'
+    loss and z-loss, (N, V) into the gradient of the logits before the softcap.
 
     Args:
-        reference: in float64.
-        yardstick: of the same shape.
-        dtype: of the result.
+        logits: (N, V) after the softcap, with their gradient.
+        spread: (N, V) the sum of the absolute values of the terms that each logit is the sum of; 0 where it is given.
+        pull: (N, V) from `_dense_loss`.
+        z_pull: (N,) from `_dense_loss`.
+        upstream: (N,) gradient of each row's loss.
+        options: of the call.
     """
-    reference, yardstick = (tensor.detach().double().flatten() for tensor in (reference, yardstick))
-    epsilon = torch.finfo(dtype).eps
-    own = (yardstick - reference).abs()
-    if dtype == torch.float64:
-        own *= epsilon / torch.finfo(torch.float32).eps
-    size, order = reference.abs().sort()
-    own = own[order]
-    absolute = _pooled(own)
-    relative = size * _pooled(torch.where(size > 0, own / size, 0).flip(0)).flip(0)
-    budget = torch.empty_like(reference)
-    budget[order] = 2 * torch.maximum(absolute, relative) + epsilon * size + torch.finfo(torch.float32).tiny
-    return budget
+    s, grad = logits.detach(), torch.zeros_like(logits) if logits.grad is None else logits.grad
+    m, log_p = s.amax(-1, keepdim=True), F.log_softmax(s, -1)
+    p = log_p.exp()
+    drift = 1 + (p * spread).sum(-1, keepdim=True)
+    off_log_p = drift + spread - log_p
+    off_lse = drift + m.abs() + torch.logsumexp(s - m, -1, keepdim=True)
+
+    z_loss = z_pull * off_lse[:, 0].square()
+    loss = (pull * off_log_p).sum(-1) + z_loss
+    u, u_pull = upstream[:, None].abs(), upstream[:, None] * pull
+    # The gradient is (its p term) - pull: what pull took away is put back, so that nothing cancels.
+    into_logits = (grad + u_pull).abs() * off_log_p + u_pull.abs() + u * z_pull[:, None] * 2 * off_lse * p
+    if options.use_token_scaling:  # every factor holds p of the target, whose error is off_log_p there
+        loss, z_loss = loss * off_log_p.amax(-1), z_loss * off_log_p.amax(-1)
+        into_logits = into_logits * off_log_p.amax(-1, keepdim=True)
+    if options.softcap is not None:
+        into_logits = into_logits * (1 + (s / options.softcap).square())
+    return CrossEntropyOutput(loss, z_loss), into_logits
 
 
-def _pooled(errors: Tensor) -> Tensor:
-    """The largest error up to each element; the first `POOL` share one."""
-    largest = errors.cummax(0).values
-    largest[:POOL] = largest[:POOL].amax() if len(largest) else 0
-    return largest
+def own_error(reference: Tensor, yardstick: Tensor, magnitude: Tensor, dtype: torch.dtype) -> float:
+    """torch's own error relative to the magnitudes, as `assert_within_budget` defines it, with the same arguments."""
+    single = torch.finfo(torch.float32).eps
+    errors = torch.where(magnitude > 0, (yardstick.double() - reference).abs() / magnitude, 0)
+    largest = max(single, errors.amax().item()) if errors.numel() else single
+    return largest * torch.finfo(torch.float64).eps / single if dtype == torch.float64 else largest
 
 
 def assert_within_budget(
-    got: Tensor, reference: Tensor, yardstick: Tensor, dtype: torch.dtype, *, what: str = "result"
+    got: Tensor,
+    reference: Tensor,
+    yardstick: Tensor,
+    dtype: torch.dtype,
+    *,
+    magnitude: Tensor | None = None,
+    what: str = "result",
 ) -> None:
-    """Raise AssertionError unless every element of `got` is within `error_budget` of `reference`.
+    r"""Raise AssertionError unless every element of `got` is as near to `reference` as careful code brings it.
+
+    Code in `dtype` that is as careful as torch's operations makes errors of the same kind as the yardstick's, but not
+    the same ones, hence twice torch's own error \(r\); then it rounds its result, hence one rounding:
+
+    $$ |got_i - ref_i| \le 2\, r\, a_i + \epsilon\, |ref_i|, \qquad r = \max_j |yard_j - ref_j| / a_j $$
+
+    \(a_i\) is the magnitude of element i: the sum of the absolute values of the terms that it is the sum of, amplified
+    as their errors are. That makes the elements' errors comparable: one that is small because its terms cancel is
+    granted the error of its terms, one that is small because they are small is not. And a chance hit of the yardstick
+    in one element is harmless. \(r\) is at least one epsilon of what is computed in.
+
+    Errors are proportional to epsilon. For float64, where no better arithmetic is at hand, the yardstick is float32's,
+    and its error is scaled by the ratio of the two epsilons; the factor of two then serves the reference as well, which
+    is float64 too. What falls below the smallest normal float32 may be flushed to zero, as GPUs do.
 
     Args:
         got: the result, in any dtype.
         reference: what it should be, in float64.
-        yardstick: what torch's operations make of it in `dtype` (float32 for float64).
-        dtype: of the result; `got` itself may already have been widened.
-        what: its name in the message.
+        yardstick: what torch's operations make of it in float32, before the result is rounded.
+        dtype: that the result was rounded to; `got` itself may have been widened since.
+        magnitude: of each element; None takes the largest of `reference` for all.
+        what: the name of the result in the message.
     """
     if got.shape != reference.shape:
         raise AssertionError(f"{what} has shape {tuple(got.shape)}, expected {tuple(reference.shape)}")
-    budget = error_budget(reference, yardstick, dtype)
-    error = (got.detach().double() - reference).abs().flatten()
+    if magnitude is None:
+        magnitude = (reference.abs().amax() if reference.numel() else reference.sum()).expand(reference.shape)
+    limits = torch.finfo(dtype)
+    budget = 2 * own_error(reference, yardstick, magnitude, dtype) * magnitude + limits.eps * reference.abs()
+    budget = budget + max(limits.smallest_normal * limits.eps, torch.finfo(torch.float32).smallest_normal)
+    error = (got.detach().double() - reference).abs()
     wrong = ~(error <= budget)  # NaN is wrong
     if not wrong.any():
         return
-    excess = torch.where(error.isnan(), torch.inf, error / budget)
+    excess = torch.where(error.isnan(), torch.inf, error / budget).flatten()
     worst = int(excess.argmax())
     position = [int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)]
-    value, truth, own = (tensor.flatten()[worst].item() for tensor in (got, reference, yardstick))
+    value, truth, own, off, allowed = (t.flatten()[worst].item() for t in (got, reference, yardstick, error, budget))
     raise AssertionError(
         f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are outside their error budget for {dtype}; "
-        f"the worst is {what}{position} = {value:.9g}, expected {truth:.9g} (torch in that dtype: {own:.9g}), "
-        f"error {error[worst]:.3g}, {excess[worst]:.3g} times the budget of {budget[worst]:.3g}"
+        f"the worst is {what}{position} = {value:.9g}, expected {truth:.9g} (torch in float32: {own:.9g}), "
+        f"error {off:.3g}, {excess[worst]:.3g} times the budget of {allowed:.3g}"
     )
 
 
-def assert_matches(got: Outcome, reference: Outcome, yardstick: Outcome) -> None:
+def assert_matches(got: Outcome, reference: Expected, yardstick: Expected) -> None:
     """Raise AssertionError unless everything that `got` holds is within budget of `reference`.
 
-    The errors of a sum's rows cancel by chance, so a reduced loss may err as far as the yardstick's rows do together.
-    A predicted token is right when its score is the maximum, up to what the yardstick's scores are off.
+    A reduced loss may err as far as its rows may together: that their errors cancel is chance. A predicted token is
+    right when its score is the maximum, up to what the yardstick's scores are off.
     """
-    if [part is None for part in got.output] != [part is None for part in reference.output]:
-        raise AssertionError(f"got {got.output}, expected the same parts as in {reference.output}")
+    truths, own = reference.outcome, yardstick.outcome
+    if [part is None for part in got.output] != [part is None for part in truths.output]:
+        raise AssertionError(f"got {got.output}, expected the same parts as in {truths.output}")
     for name in ("loss", "z_loss"):
-        value, truth, own = (getattr(outcome.output, name) for outcome in (got, reference, yardstick))
-        if value is None:
-            continue
-        if value.ndim == 0 and reference.row_losses is not None and yardstick.row_losses is not None:
-            rows, own_rows = (getattr(outcome.row_losses, name) for outcome in (reference, yardstick))
-            own = truth + (own_rows - rows).abs().sum()
-        assert_within_budget(value, truth, own, value.dtype, what=name)
+        value, truth = getattr(got.output, name), getattr(truths.output, name)
+        if value is not None:
+            rows, own_rows, magnitude = (
+                getattr(part, name) for part in (reference.rows, yardstick.rows, reference.row_magnitudes)
+            )
+            together = magnitude.sum() if truth.ndim == 0 else magnitude.reshape(truth.shape)
+            measure = truth + own_error(rows, own_rows, magnitude, torch.float32) * together
+            assert_within_budget(value, truth, measure, value.dtype, magnitude=together, what=name)
     for name in ("input", "weight", "bias"):
         grad = getattr(got, name)
         if grad is not None:
-            truth, own = getattr(reference, name), getattr(yardstick, name)
-            assert_within_budget(grad, truth, own, grad.dtype, what=f"gradient of {name}")
-    accuracy, truth = got.output.token_accuracy, reference.output.token_accuracy
-    if accuracy is not None and truth is not None:  # a ratio of two counts: one rounding is all it may be off
+            truth, measure, magnitude = (getattr(part, name) for part in (truths, own, reference.magnitudes))
+            assert_within_budget(grad, truth, measure, grad.dtype, magnitude=magnitude, what=f"gradient of {name}")
+    accuracy, truth = got.output.token_accuracy, truths.output.token_accuracy
+    if accuracy is not None and truth is not None:  # a ratio of two counts
         assert_within_budget(accuracy, truth, truth, torch.float32, what="token_accuracy")
-    if got.output.predicted_tokens is not None:
-        _assert_predicted(got.output.predicted_tokens.flatten(), reference, yardstick)
+    predicted, truth = got.output.predicted_tokens, truths.output.predicted_tokens
+    if predicted is not None and truth is not None:
+        _assert_predicted(predicted, truth, reference.scores, yardstick.scores)
 
 
-def _assert_predicted(predicted: Tensor, reference: Outcome, yardstick: Outcome) -> None:
-    truth, scores, own = reference.output.predicted_tokens, reference.scores, yardstick.scores
-    if truth is None or scores is None or own is None:
-        raise TypeError("the reference has no predicted tokens: pass it options with return_predicted_tokens=True")
+def _assert_predicted(predicted: Tensor, truth: Tensor, scores: Tensor, own: Tensor) -> None:
     ignored = truth.flatten() < 0
-    if not torch.equal(predicted < 0, ignored):
-        raise AssertionError(f"predicted_tokens: {predicted.tolist()}, must be -1 exactly where {ignored.tolist()}")
+    if not torch.equal(predicted.flatten() < 0, ignored):
+        raise AssertionError(f"predicted_tokens: {predicted.tolist()}, expected {truth.tolist()}")
     slack = 2 * (own - scores).abs().amax(1)
-    short = scores.amax(1) - scores.gather(1, predicted.clamp(min=0)[:, None])[:, 0] > slack
-    if (short & ~ignored).any():
-        raise AssertionError(f"predicted_tokens: {predicted.tolist()}, expected {truth.flatten().tolist()}")
+    chosen = scores.gather(1, predicted.flatten().clamp(min=0)[:, None])[:, 0]
+    if ((scores.amax(1) - chosen > slack) & ~ignored).any():
+        raise AssertionError(f"predicted_tokens: {predicted.tolist()}, expected {truth.tolist()}")

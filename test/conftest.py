@@ -1,4 +1,4 @@
-"""A test with an argument `ce`, `flce` or `loss` (either op) runs on every implementation in the table, on every device.
+"""A test with an argument `ce`, `flce` or `loss` (either op) runs on every implementation in the table and device.
 
 The argument is a `Subject`: a row of the table together with a device. Those on "cuda" carry the mark `gpu`. What
 cannot run here is skipped with the row's own reasons. Without a GPU, Triton's kernels run in its interpreter, which is
@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 import liger
 from liger.dispatch import OPS, Implementation, Request, device_info, table
 from liger.options import CrossEntropyOptions
-from liger.testing import Inputs, Outcome, assert_matches, collect, make_inputs, reference, yardstick
+from liger.testing import Expected, Inputs, Outcome, assert_matches, collect, make_inputs, reference, yardstick
 
 DEVICES = ("cpu", "cuda")
 HALF = (torch.float16, torch.bfloat16)
@@ -97,7 +97,7 @@ class Subject:
         leaves = inputs.leaves(*frozen)
         return collect(self(leaves, **options), leaves, upstream)
 
-    def expected(self, inputs: Inputs, *, upstream=None, **options) -> tuple[Outcome, Outcome]:
+    def expected(self, inputs: Inputs, *, upstream=None, **options) -> tuple[Expected, Expected]:
         """(reference, yardstick) of a call."""
         checked = CrossEntropyOptions(**options)
         # A CPU's products are made in float32 whatever the dtype; a GPU's in half precision round what they touch.

@@ -90,25 +90,26 @@ def make_sequences(stream: TokenStream, length: int) -> Sequences:
     return Sequences(stream.ids[:used].view(count, length), targets.view(count, length))
 
 
-def split_held_out(sequences: Sequences, batch: int) -> tuple[Sequences, Sequences]:
-    """Keep the last twentieth (at least one sequence) for validation, the rest for training.
+def split_held_out(sequences: Sequences, batch: int, max_held_out: int) -> tuple[Sequences, Sequences]:
+    """Split into training and validation: of the last twentieth of the text, sequences spread evenly over it.
 
-    Raises InputError where that leaves less than one batch to train on, or a part without any labelled token.
+    The last twentieth is other files than the rest (bar the one it begins in). Raises InputError where less than one
+    batch is left to train on, or a part has no labelled token.
     """
-    count = len(sequences.inputs)
-    held_out = max(1, count // 20)
-    if count - held_out < batch:
-        length = sequences.inputs.shape[1]
+    count, length = sequences.inputs.shape
+    tail = max(1, count // 20)
+    if count - tail < batch:
         raise InputError(
             f"too little text: it makes {count} sequences of {length} tokens, and a batch of {batch} with one held out "
             f"needs {batch + 1}; give more text, or a smaller --batch or --seq"
         )
-    train = Sequences(sequences.inputs[:-held_out], sequences.targets[:-held_out])
-    validation = Sequences(sequences.inputs[-held_out:], sequences.targets[-held_out:])
-    for name, part in (("training", train), ("held-out", validation)):
+    spread = torch.linspace(count - tail, count - 1, min(tail, max_held_out)).long()
+    training = Sequences(sequences.inputs[:-tail], sequences.targets[:-tail])
+    held_out = Sequences(sequences.inputs[spread], sequences.targets[spread])
+    for name, part in (("training", training), ("held-out", held_out)):
         if not part.labelled.numel():
             raise InputError(f"too little text: the {name} part is all prompt (comments, docstrings), nothing to learn")
-    return train, validation
+    return training, held_out
 
 
 def batches(sequences: Sequences, batch: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:

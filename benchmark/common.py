@@ -1,0 +1,299 @@
+"""What the benchmarks share: interleaved timing, quantiles, what a number was measured on, and CSV files.
+
+The columns of a CSV file are those of Liger-Kernel's benchmark data, then what that schema does not tell.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from liger.__main__ import device_name, versions
+
+DATA = Path(__file__).resolve().parent / "data"
+COLUMNS = (
+    "kernel_name",
+    "kernel_provider",
+    "kernel_operation_mode",
+    "metric_name",
+    "metric_unit",
+    "x_name",
+    "x_label",
+    "x_value",
+    "y_value_50",
+    "y_value_20",
+    "y_value_80",
+    "extra_benchmark_config_str",
+    "gpu_name",
+    "timestamp",
+    "liger_version",
+    "device",
+    "torch",
+    "triton",
+    "driver",
+)
+
+
+class Quantiles(NamedTuple):
+    """The median, and the quantiles 0.2 and 0.8 around it."""
+
+    p50: float
+    p20: float
+    p80: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Quantiles:
+        """Of at least one value, with linear interpolation."""
+        wanted = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        return Quantiles(*torch.tensor(values, dtype=torch.float64).quantile(wanted).tolist())
+
+    def __str__(self) -> str:
+        return f"{self.p50:.1f} ({self.p20:.1f} - {self.p80:.1f})"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of a CSV file."""
+
+    kernel_name: str
+    kernel_provider: str
+    kernel_operation_mode: str
+    """forward, backward, full or no-grad-forward."""
+    metric_name: str
+    """speed or memory."""
+    metric_unit: str
+    x_name: str
+    x_label: str
+    x_value: float
+    y: Quantiles
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else decides the number."""
+
+
+def interleaved_ms(
+    steps: Mapping[str, Callable[[], Callable[[], Any]]],
+    rounds: int,
+    *,
+    synchronize: Callable[[], None] = lambda: None,
+) -> dict[str, Quantiles]:
+    """Time steps in turn, round after round, so that whatever else the machine does falls on all alike.
+
+    Args:
+        steps: name to a function that prepares a step, untimed, and returns it.
+        rounds: timed rounds; one before them warms up.
+        synchronize: waits for a device that works in the background.
+
+    Returns:
+        Quantiles over the rounds, in ms.
+    """
+    times_ms: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(rounds + 1):
+        for name, prepare in steps.items():
+            step = prepare()
+            synchronize()
+            start = time.perf_counter()
+            step()
+            synchronize()
+            if round_:
+                times_ms[name].append((time.perf_counter() - start) * 1e3)
+            del step
+    return {name: Quantiles.of(times) for name, times in times_ms.items()}
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How often a step is repeated: for a given time, as triton.testing.do_bench does it."""
+
+    time_ms: float = 100.0
+    least: int = 5
+    most: int = 40
+
+    def repeats(self, once_ms: float) -> int:
+        """Of a step that takes `once_ms`."""
+        return max(self.least, min(self.most, int(self.time_ms / max(once_ms, 1e-3))))
+
+
+L2_FLUSH_BYTES = 256 << 20  # what do_bench overwrites; several times the largest L2
+LEAD_CYCLES = 1_000_000
+"""Clock cycles, about half a millisecond, that a GPU spins before a timed step, so that the host has launched it by then.
+In training the host is ahead too; a step that makes the host wait still pays for it."""
+
+
+def device_ms(
+    steps: Mapping[str, Callable[[], Callable[[], Any]]],
+    device: torch.device,
+    sizing: Sizing,
+    failed: Callable[[str, Exception], None],
+) -> dict[str, Quantiles]:
+    """Time steps on a device in turn, each with L2 flushed before it, as often as `sizing` says.
+
+    Args:
+        steps: name to a function that prepares a step, untimed, and returns it.
+        device: events time it on a GPU, the host's clock elsewhere.
+        sizing: slower steps are repeated less often; the repeats of all are spread over the same stretch of time.
+        failed: is told of a step that raises, which is then left out.
+
+    Returns:
+        Quantiles in ms, of the steps that did not fail.
+    """
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    repeats: dict[str, int] = {}
+    for name, prepare in steps.items():
+        try:
+            _timed(prepare, flush)()
+            repeats[name] = sizing.repeats(_timed(prepare, flush)())
+        except Exception as error:  # noqa: BLE001 - whatever a peer raises is a line of the report
+            failed(name, error)
+    pending: dict[str, list[Callable[[], float]]] = {name: [] for name in repeats}
+    for name in spread(repeats):
+        try:
+            pending[name].append(_timed(steps[name], flush))
+        except Exception as error:  # noqa: BLE001
+            failed(name, error)
+            pending.pop(name)
+    return {name: Quantiles.of([elapsed() for elapsed in measured]) for name, measured in pending.items()}
+
+
+def spread(repeats: Mapping[str, int]) -> list[str]:
+    """Every name as often as it says, in turn: `{"a": 4, "b": 2}` is a a b a a b."""
+    rounds = max(repeats.values(), default=0)
+    return [
+        name
+        for round_ in range(rounds)
+        for name, count in repeats.items()
+        if (round_ + 1) * count // rounds > round_ * count // rounds
+    ]
+
+
+def _timed(prepare: Callable[[], Callable[[], Any]], flush: torch.Tensor | None) -> Callable[[], float]:
+    """Run a step; the function returned tells how many ms it took and waits for it if need be."""
+    step = prepare()
+    if flush is None:
+        began = time.perf_counter()
+        step()
+        elapsed_ms = (time.perf_counter() - began) * 1e3
+        return lambda: elapsed_ms
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    flush.zero_()
+    torch.cuda._sleep(LEAD_CYCLES)
+    start.record()
+    step()
+    end.record()
+
+    def elapsed() -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return elapsed
+
+
+def peak_extra_mib(prepare: Callable[[], Callable[[], Any]], device: torch.device) -> float | None:
+    """How far a step raises the memory allocated on a GPU above what its inputs hold; None elsewhere."""
+    step = prepare()
+    if device.type != "cuda":
+        step()
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - before) / (1 << 20)
+
+
+class Report:
+    """What a run has found so far: kept on disk as it grows, since a device may be taken away at any time."""
+
+    def __init__(self, path: Path, device: torch.device, budget_s: float) -> None:
+        self.path, self.device, self.budget_s = path, device, budget_s
+        self.measurements: list[Measurement] = []
+        self.failures: dict[tuple[str, str], list[str]] = {}
+        """(provider, reason) -> where"""
+        self.began = time.monotonic()
+
+    def say(self, line: str) -> None:
+        """A line of progress, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s] {line}", flush=True)
+
+    def out_of_time(self, where: str) -> bool:
+        """Whether the run's time is up; what is then left out is said."""
+        late = time.monotonic() - self.began > self.budget_s
+        if late:
+            self.say(f"{where}: left out, the {self.budget_s:.0f} s of --budget-s are over")
+            self.failures.setdefault(("everything", "out of time"), []).append(where)
+        return late
+
+    def failed(self, provider: str, where: str, error: Exception) -> None:
+        """Note why a provider has no result; raises if the device itself is lost."""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        self.say(f"{where}: {provider} failed, {reason}")
+        self.failures.setdefault((provider, reason), []).append(where)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def save(self) -> None:
+        """Write the CSV file as far as it goes."""
+        write_csv(self.path, self.measurements, self.device)
+
+    def print_failures(self) -> None:
+        """What is missing from the tables, and why."""
+        for (provider, reason), where in self.failures.items():
+            print(f"not measured: {provider} ({', '.join(dict.fromkeys(where))}): {reason}")
+
+
+def write_csv(path: Path, measurements: Iterable[Measurement], device: torch.device) -> None:
+    """Write the measurements of one run, and what they were made on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    on = _made_on(device)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(_row(measurement) | on for measurement in measurements)
+
+
+def _row(measurement: Measurement) -> dict[str, Any]:
+    row = {name: getattr(measurement, name) for name in COLUMNS[:8]}
+    row |= {f"y_value_{name[1:]}": float(f"{value:.6g}") for name, value in measurement.y._asdict().items()}
+    return row | {"extra_benchmark_config_str": json.dumps(dict(measurement.config))}
+
+
+def _made_on(device: torch.device) -> dict[str, Any]:
+    installed = versions()
+    return {
+        "gpu_name": device_name(device),
+        "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "liger_version": installed["liger"],
+        "device": device.type,
+        **{name: installed[name] or "" for name in ("torch", "triton", "driver")},
+    }
+
+
+def describe(device: torch.device) -> str:
+    """One line: the device, the versions and the date."""
+    on = _made_on(device)
+    named = ", ".join(f"{name} {on[name]}" for name in ("torch", "triton", "driver") if on[name])
+    cores = f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    return f"{on['gpu_name']}{cores}, {named}, liger {on['liger_version']}, {on['timestamp'][:10]}"
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A plain table, columns aligned."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def print_markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table for a page or a comment."""
+    for line in (head, ["---"] * len(head), *rows):
+        print(f"| {' | '.join(line)} |")
