@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends import linear
-from .call import run
+from .run import run
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .call import run
+from .run import run
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -69,7 +68,7 @@ class CrossEntropyOptions:
 
     def nondefault(self) -> tuple[tuple[str, Any], ...]:
         """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it."""
-        return _nondefault(self)
+        return tuple([(name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default])
 
     @property
     def wants_prediction(self) -> bool:
@@ -84,11 +83,6 @@ class CrossEntropyOptions:
 
 _FLAGS = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "in_place", "use_token_scaling")
 _DEFAULTS = tuple((field.name, field.default) for field in fields(CrossEntropyOptions))
-
-
-@lru_cache(maxsize=256)
-def _nondefault(options: CrossEntropyOptions) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, value) for name, default in _DEFAULTS if (value := getattr(options, name)) != default)
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -109,7 +103,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

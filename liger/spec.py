@@ -109,13 +109,15 @@ class RowResults(NamedTuple):
         return RowResults(self.loss[rows], part(self.z_loss), part(self.predicted), part(self.lse))
 
     def scatter(self, index: Tensor, n: int) -> RowResults:
-        """The results of n rows, of which only those in `index` were computed. `lse` stays compact."""
+        """The results of n rows, of which only those in `index` were computed."""
 
         def spread(part: Tensor | None, fill: int) -> Tensor | None:
-            return None if part is None else part.new_full((n,), fill).index_copy_(0, index, part)
+            if part is None:
+                return None
+            return part.new_full((*part.shape[:-1], n), fill).index_copy_(-1, index, part)
 
         loss = self.loss.new_zeros(n).index_copy_(0, index, self.loss)
-        return RowResults(loss, spread(self.z_loss, 0), spread(self.predicted, -1), self.lse)
+        return RowResults(loss, spread(self.z_loss, 0), spread(self.predicted, -1), spread(self.lse, 0))
 
 
 class RowStats(NamedTuple):

@@ -128,23 +128,23 @@ def plan_for(call: Call) -> Plan:
     return make_plan(
         (call.rows, call.vocab, call.input.shape[1]),
         call.input.device.type,
-        call.logits_dtype,
+        call.recipe.logits_dtype,
         weight_dtype=weight.dtype,
         chunk_size=call.options.chunk_size,
         accum_dtype=call.options.accum_dtype,
-        recompute=call.gradient_in_backward,
+        recompute=call.recipe.gradient_in_backward,
     )
 
 
-def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
-    """Row results; gradients for an upstream gradient of 1 unless backward makes them; index of the rows projected."""
+def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
+    """Row results and, unless backward makes them, the wanted gradients for an upstream gradient of 1."""
     plan = plan_for(call)
     index = _labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
     inputs = call.row_inputs() if index is None else call.row_inputs().select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
-    results = RowResults.empty(n, slab_like, call.options, keep_lse=call.gradient_in_backward)
-    gradients = _Gradients(call, plan, index) if call.gradient_in_forward else None
+    results = RowResults.empty(n, slab_like, call.options, keep_lse=call.recipe.gradient_in_backward)
+    gradients = _Gradients(call, plan, index) if call.recipe.gradient_in_forward else None
 
     def rows(logits: Tensor, span: slice) -> None:
         grad = None if gradients is None else logits
@@ -153,15 +153,16 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     _project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
-    return results, None if gradients is None else gradients.finish(), index
+    return results, None if gradients is None else gradients.finish()
 
 
-def backward(call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor) -> Gradients:
+def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
     """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum."""
     plan = plan_for(call)
+    index = _labelled_rows(call, plan)
     inputs = call.row_inputs()
     if index is not None:
-        inputs, grad_loss = inputs.select(index), grad_loss[index]
+        inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
     gradients = _Gradients(call, plan, index)
 
     def rows(logits: Tensor, span: slice) -> None:
@@ -207,7 +208,7 @@ class _Gradients:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
-        x, weight, needs = call.input, _present(call.weight), call.needs
+        x, weight, needs = call.input, _present(call.weight), call.recipe.needs
         vocab, hidden = weight.shape
         self.index = index
         self.started = False

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from . import RowKernels
 
 
-def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, None]:
+def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
     """Row results and, unless backward makes it or nobody wants it, the gradient for an upstream gradient of 1."""
     logits = call.input.detach()
-    results = RowResults.empty(call.rows, logits, call.options, keep_lse=call.gradient_in_backward)
-    grad = _gradient_storage(call, logits) if call.gradient_in_forward else None
+    results = RowResults.empty(call.rows, logits, call.options, keep_lse=call.recipe.gradient_in_backward)
+    grad = _gradient_storage(call, logits) if call.recipe.gradient_in_forward else None
     kernels.rows(logits, call.row_inputs(), results, grad)
     if grad is None:
-        return results, None, None
+        return results, None
     if call.options.in_place:
         torch.autograd.graph.increment_version(call.input)
-    return results, (grad, None, None), None
+    return results, (grad, None, None)
 
 
-def backward(call: Call, kernels: RowKernels, lse: Tensor, index: None, grad_loss: Tensor) -> Gradients:
+def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
     """The gradient with the upstream gradient of each row, `grad_loss` (N,), folded in before the one rounding."""
     logits = call.input.detach()
     grad = _gradient_storage(call, logits)

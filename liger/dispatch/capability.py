@@ -144,7 +144,10 @@ def _has_module(module: str) -> bool:
     top = module.partition(".")[0]  # finding a submodule would import its parent
     try:
         return importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):  # a finder refused, sys.modules[top] is None or has no __spec__: importing will tell
+    except (
+        ImportError,
+        ValueError,
+    ):  # a finder refused, sys.modules[top] is None or has no __spec__: importing will tell
         return True
 
 

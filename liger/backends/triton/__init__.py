@@ -140,7 +140,12 @@ def _normalisers(inputs: RowInputs) -> tuple[Tensor | None, ...]:
 
 
 def _scalars(options: CrossEntropyOptions) -> tuple[int | float | None, ...]:
-    return options.ignore_index, float(options.label_smoothing), float(options.lse_square_scale), _float(options.softcap)
+    return (
+        options.ignore_index,
+        float(options.label_smoothing),
+        float(options.lse_square_scale),
+        _float(options.softcap),
+    )
 
 
 def _float(value: float | None) -> float | None:

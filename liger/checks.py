@@ -1,0 +1,121 @@
+"""What must hold of a call's tensors on every backend, checked once, before anything is launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import spec
+from .context import autocast_dtype, recording
+from .options import FLOATING_DTYPES, CrossEntropyOptions
+
+
+def check_tensors(
+    input: Tensor,
+    target: Tensor,
+    options: CrossEntropyOptions,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+) -> None:
+    """Raise ValueError for anything about the tensors that no backend could serve."""
+    class_name = "weight" if weight is None else "ce_weight"
+    named = {"input": input, "target": target}
+    if weight is not None:
+        named["weight"] = weight
+    if bias is not None:
+        named["bias"] = bias
+    if class_weight is not None:
+        named[class_name] = class_weight
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.device != input.device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, input on {input.device}: all tensors must be on one device"
+            )
+        if name == "target":
+            if tensor.dtype not in (torch.int64, torch.int32):
+                raise ValueError(f"target must be int64 or int32, got {_short(tensor.dtype)}")
+        elif tensor.dtype not in FLOATING_DTYPES:
+            raise ValueError(f"{name} must be {', '.join(map(_short, FLOATING_DTYPES))}, got {_short(tensor.dtype)}")
+    if input.ndim == 0 or input.shape[-1] == 0:
+        raise ValueError(f"input must have a non-empty last dimension, got shape {tuple(input.shape)}")
+    if target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"target must have input's shape without the last dimension, {tuple(input.shape[:-1])}, "
+            f"got {tuple(target.shape)} (input {tuple(input.shape)})"
+        )
+    vocab = input.shape[-1]
+    if weight is not None:
+        vocab = weight.shape[0] if weight.ndim else 0
+        if weight.ndim != 2 or vocab == 0 or weight.shape[1] == 0:
+            raise ValueError(
+                f"weight must be (V, H), got shape {tuple(weight.shape)}: this looks like a sharded or freed parameter; "
+                "gather it, or call the loss inside the module that owns it"
+            )
+        if weight.shape[1] != input.shape[-1]:
+            raise ValueError(
+                f"weight must be (V, {input.shape[-1]}) to match input {tuple(input.shape)}, got {tuple(weight.shape)}"
+            )
+        _check_head_dtypes(input, weight, bias)
+    for name, vector in (("bias", bias), (class_name, class_weight)):
+        if vector is not None and vector.shape != (vocab,):
+            raise ValueError(f"{name} must have shape ({vocab},), one element per class, got {tuple(vector.shape)}")
+    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{class_name} requires grad, but class weights get no gradient: pass {class_name}.detach()")
+    if class_weight is not None and not torch.compiler.is_compiling():
+        if forward_ad.unpack_dual(class_weight).tangent is not None:  # type: ignore[no-untyped-call]
+            raise ValueError(f"{class_name} has a tangent, but class weights get no derivative, forward-mode either")
+    accum = options.accum_dtype
+    if weight is not None and accum is not None and accum not in (weight.dtype, spec.compute_dtype(weight.dtype)):
+        allowed = dict.fromkeys((weight.dtype, spec.compute_dtype(weight.dtype)))
+        raise ValueError(
+            f"accum_dtype must be None or {' or '.join(map(_short, allowed))} for this weight, got {_short(accum)}"
+        )
+    if options.in_place:
+        _check_in_place(input)
+
+
+def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Without autocast the head has one dtype; with it, anything it casts."""
+    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, tensor in others.items():
+        mixed = tensor.dtype != input.dtype
+        casts = autocast_dtype(input) is not None and torch.float64 not in (tensor.dtype, input.dtype)
+        if mixed and not casts:
+            raise ValueError(
+                f"{name} is {_short(tensor.dtype)} but input is {_short(input.dtype)}: "
+                "they must have one dtype (or be called under autocast)"
+            )
+
+
+def _check_in_place(input: Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(input.shape, input.stride(), strict=True)):
+        raise ValueError(f"in_place=True needs rows of their own, got an expanded input with strides {input.stride()}")
+    try:
+        input.view(-1, input.shape[-1])
+    except RuntimeError as error:
+        raise ValueError(
+            f"in_place=True needs an input that flattens to (N, V) without a copy, got shape {tuple(input.shape)} "
+            f"with strides {input.stride()}"
+        ) from error
+
+
+def check_target_values(target: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raise for a target outside [0, V). Reads the device, so it is left out while a graph is recorded."""
+    if recording(target):
+        return
+    wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    if wrong.any():
+        position = tuple(wrong.nonzero()[0].tolist())
+        where = "".join(f"[{i}]" for i in position)
+        raise ValueError(
+            f"target{where} is {target[position].item()}, outside [0, {vocab}) and not ignore_index={ignore_index}; "
+            f"{wrong.sum().item()} such targets"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

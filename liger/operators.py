@@ -1,0 +1,163 @@
+"""The losses as opaque operators, for graphs that are traced: torch.compile and torch.export see one node and its gradient.
+
+Their bodies are the code that eager calls run; eager calls do not go through them, which would cost microseconds. What is
+not a tensor travels as the encoded `Recipe` of the call, and the implementation is chosen when the node runs. What has to be
+known while tracing, shapes and dtypes, does not depend on the recipe's numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .autograd import gradients_in_backward, losses
+from .backends import RowKernels
+from .call import Call, Recipe
+from .checks import check_target_values
+from .spec import compute_dtype
+
+
+def traced_loss(call: Call) -> tuple[Tensor | None, ...]:
+    """The call's outputs, (loss, z_loss, token_accuracy, predicted_tokens), as nodes of the graph being traced."""
+    text, numbers = call.recipe.encode()
+    nodes = loss(*call.tensors, text, *numbers)
+    outputs: list[Tensor | None] = []
+    for asked in _asked_for(call.recipe):
+        outputs.append(nodes[len([o for o in outputs if o is not None])] if asked else None)
+    return tuple(outputs)
+
+
+def _asked_for(recipe: Recipe) -> tuple[bool, bool, bool, bool]:
+    options = recipe.options
+    return True, options.return_z_loss, options.return_token_accuracy, options.return_predicted_tokens
+
+
+def _kernels(call: Call) -> RowKernels:
+    implementation = dispatch.resolve(call.request(), call.recipe.backend)
+    if implementation.checks_target:
+        check_target_values(call.target, call.vocab, call.options.ignore_index)
+    return implementation.kernels()
+
+
+@torch.library.custom_op("liger::loss", mutates_args=())
+def loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    recipe: str,
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    chunk_size: int | None,
+) -> list[Tensor]:
+    """The outputs asked for, then what backward needs."""
+    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
+    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
+    output, saved = losses(call, _kernels(call))
+    return [tensor for tensor in (*output, *saved) if tensor is not None]
+
+
+@loss.register_fake
+def _(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    recipe: str,
+    *numbers: float | None,
+) -> list[Tensor]:
+    made = Recipe.decode(recipe)
+    rows = (input.shape[0],)
+    shape = rows if made.options.reduction == "none" else ()
+    dtypes = (made.loss_dtype, made.loss_dtype, torch.float32, torch.int64)
+    shapes = (shape, shape, shape, rows)
+    outputs = [
+        input.new_empty(size, dtype=dtype)
+        for asked, size, dtype in zip(_asked_for(made), shapes, dtypes, strict=True)
+        if asked
+    ]
+    if made.gradient_in_forward:
+        return outputs + _fake_gradients(input, weight, bias, made)
+    if made.gradient_in_backward:
+        outputs.append(input.new_empty((2, *rows), dtype=compute_dtype(made.logits_dtype)))
+    return outputs
+
+
+@torch.library.custom_op("liger::loss_gradients", mutates_args=())
+def loss_gradients(
+    grad_loss: Tensor,
+    lse: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    recipe: str,
+    ignore_index: int,
+    label_smoothing: float,
+    lse_square_scale: float,
+    softcap: float | None,
+    chunk_size: int | None,
+) -> list[Tensor]:
+    """The wanted gradients, for losses whose gradients are made in backward."""
+    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
+    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
+    kernels = dispatch.resolve(call.request(), call.recipe.backend).kernels()
+    return [made for made in gradients_in_backward(call, kernels, lse, grad_loss) if made is not None]
+
+
+@loss_gradients.register_fake
+def _(
+    grad_loss: Tensor,
+    lse: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    recipe: str,
+    *numbers: float | None,
+) -> list[Tensor]:
+    return _fake_gradients(input, weight, bias, Recipe.decode(recipe))
+
+
+def _fake_gradients(input: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe) -> list[Tensor]:
+    wanted = zip((input, weight, bias), recipe.needs, strict=True)
+    return [of.new_empty(of.shape) for of, needed in wanted if needed and of is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, (text, *numbers) = inputs[:5], inputs[5:]
+    recipe = Recipe.decode(text)
+    outputs = sum(_asked_for(recipe))
+    ctx.recipe, ctx.numbers = text, numbers
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    if recipe.gradient_in_backward:
+        ctx.save_for_backward(*tensors, *output[outputs:])
+    else:
+        ctx.save_for_backward(*output[outputs:])
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    grad_loss, recipe = grads[0], Recipe.decode(ctx.recipe)
+    if grad_loss is None or not any(recipe.needs):
+        return (None,) * 11
+    if recipe.gradient_in_backward:
+        *tensors, lse = ctx.saved_tensors
+        made = loss_gradients(grad_loss, lse, *tensors, ctx.recipe, *ctx.numbers)
+    else:  # in fp32, rounded once, as the backends' own scaling
+        made = [(saved.to(compute_dtype(saved.dtype)) * grad_loss).to(saved.dtype) for saved in ctx.saved_tensors]
+    wanted = iter(made)
+    input, weight, bias = (next(wanted) if needed else None for needed in recipe.needs)
+    return (input, None, weight, bias, *(None,) * 7)
+
+
+torch.library.register_autograd("liger::loss", _backward, setup_context=_setup_context)

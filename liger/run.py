@@ -1,0 +1,74 @@
+"""From the caller's arguments to a call, to its implementation, to its outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, spec
+from .autograd import LossFunction
+from .call import Call, Needs, Recipe
+from .checks import check_target_values, check_tensors
+from .context import autocast_dtype
+from .operators import traced_loss
+from .options import CrossEntropyOptions, CrossEntropyOutput
+
+
+def run(
+    input: Tensor,
+    target: Tensor,
+    options: CrossEntropyOptions,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    backend: str | None = None,
+) -> CrossEntropyOutput:
+    """Check a call, find its implementation, run it under autograd. Shapes as in `liger.functional`.
+
+    Raises:
+        ValueError: a tensor, an option or a backend is not usable; nothing has been launched.
+        UnsupportedError: no backend can serve the call.
+    """
+    check_tensors(input, target, options, weight, bias, class_weight)
+    tracing = torch.compiler.is_compiling()
+    recipe = _recipe(input, weight, bias, options, backend, tracing)
+    call = Call(input.reshape(-1, input.shape[-1]), target.reshape(-1), weight, bias, class_weight, recipe)
+    outputs: tuple[Any, ...]
+    if tracing:
+        outputs = traced_loss(call)
+    else:
+        implementation = dispatch.resolve(call.request(), backend)
+        if implementation.checks_target:
+            check_target_values(target, call.vocab, options.ignore_index)
+        outputs = LossFunction.apply(call.input, weight, bias, call, implementation)  # type: ignore[no-untyped-call]
+    if options.reduction == "none":
+        outputs = tuple(None if rows is None else rows.view(target.shape) for rows in outputs)
+    return CrossEntropyOutput(*outputs)
+
+
+def _recipe(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    options: CrossEntropyOptions,
+    backend: str | None,
+    tracing: bool,
+) -> Recipe:
+    # Inside an autograd Function grad mode and requires_grad always read the same, so what is wanted is decided here.
+    on = torch.is_grad_enabled()
+    needs = Needs(*[on and t is not None and t.requires_grad for t in (input, weight, bias)])
+    autocast = autocast_dtype(input)
+    fused = weight is not None
+    logits_dtype = autocast if fused and autocast is not None and input.dtype != torch.float64 else input.dtype
+    if fused or autocast is not None:  # under autocast a loss is fp32, as torch's are
+        loss_dtype = options.loss_dtype or spec.compute_dtype(input.dtype)
+    else:
+        loss_dtype = options.loss_dtype or input.dtype
+    # "none" has an upstream gradient per row. In fp16, 1/D would underflow in a gradient without its loss scale. A traced
+    # graph may not scale a saved gradient in place: there one more read of the logits costs less than a second gradient.
+    fp16_mean = logits_dtype == torch.float16 and options.reduction == "mean"
+    in_backward = any(needs) and (options.reduction == "none" or fp16_mean or (tracing and not fused))
+    return Recipe(options, needs, logits_dtype, loss_dtype, in_backward, backend)
