@@ -2,11 +2,11 @@
 
     python -m benchmark.benchmark_cross_entropy [--errors] [--bitwise]
 
-Logits are normal times 4, every 17th target is ignored. Time: all providers in turn, L2 flushed before each timed region,
-medians. The backward of "none" gets its upstream gradient ready made, as autograd would hand it over: `none_mean` and
-`none_sum` that of a mean and a sum (stride 0), `none_weighted` one of its own per row, `none_strided` every other element
-of a longer one. Each backward runs on a fresh graph, its forward untimed; where an implementation leaves the gradient in
-the logits, fresh logits are copied in untimed. Each provider's results are looked at once before it is timed.
+Logits are normal times 4, every 17th target is ignored. Time: all providers in turn, L2 flushed before each timed
+region, medians. The backward of "none" gets its upstream gradient ready made, as autograd would hand it over: that of a
+mean (`none_mean`) or a sum (`none_sum`), of stride 0; one of its own per row (`none_weighted`); every other element of
+a longer one (`none_strided`). Each backward runs on a fresh graph, its forward untimed; where an implementation leaves
+its gradient in the logits, fresh logits are copied in untimed. Nothing is timed before its results were compared.
 
 The floor of a row of the table is what must move through memory, at the rate of a device copy timed in the same rounds:
 one read and one write of the logits for mean and sum, a second read for none, one read without gradients.
@@ -30,10 +30,12 @@ from .common import (
     Quantiles,
     Report,
     Sizing,
+    default_device,
     describe,
     device_ms,
     peak_extra_mib,
     print_markdown,
+    relative_error,
 )
 from .providers import CrossEntropy, Provider, cross_entropy_providers, load_providers, provider_version
 
@@ -61,6 +63,7 @@ PASSES = {
 """How often the logits' bytes must be read or written; absent where it depends on when a gradient is made."""
 IGNORE_EVERY = 17
 SCALE = 4.0
+FEW_ROWS = 256  # of logits in float64 at once
 LOOKED_AT = 16
 """Rows whose gradient is compared before anything is timed."""
 NOT_THE_SAME = 0.03
@@ -117,7 +120,8 @@ class Case:
     def losses(self) -> Tensor:
         """(N,) the loss of every row in float64."""
         parts = []
-        for rows in torch.arange(self.rows, device=self.device).split(256):
+        for start in range(0, self.rows, FEW_ROWS):
+            rows = slice(start, start + FEW_ROWS)
             logits, target = self.logits[rows].double(), self.target[rows].clamp(min=0)
             parts.append(torch.logsumexp(logits, -1) - logits.gather(1, target[:, None])[:, 0])
         return torch.cat(parts).where(self.valid, 0)
@@ -179,11 +183,6 @@ class Usage:
             error = relative_error(got, right)
             if not error < NOT_THE_SAME:
                 raise ArithmeticError(f"the {what} is off by {error:.2g} of its norm")
-
-
-def relative_error(got: Tensor, right: Tensor) -> float:
-    """Norm of the difference over the norm of what is right."""
-    return float((got.double() - right).norm() / right.norm())
 
 
 @dataclass
@@ -289,7 +288,7 @@ def measure_errors(
     case: Case, losses: Iterable[tuple[Provider, CrossEntropy]], report: Report
 ) -> list[tuple[str, ...]]:
     """Largest error of a valid row's loss, absolute and relative, and that of the mean; from float64."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     right = case.losses
     for provider, loss in losses:
         try:
@@ -304,11 +303,11 @@ def measure_errors(
         off = (rows - right).abs()[case.valid]
         absolute, relative = float(off.max()), float((off / right[case.valid].clamp(min=1)).max())
         of_mean = abs(float(mean) - float(right.sum() / case.valid.sum()))
-        for metric, value in (("loss_error", absolute), ("loss_relative_error", relative), ("mean_error", of_mean)):
-            y = Quantiles(value, value, value)
-            report.measurements.append(
-                _measurement(case, "none", "no-grad-forward", provider.name, metric, "absolute", y)
-            )
+        errors = (("loss_error", absolute), ("loss_relative_error", relative), ("mean_error", of_mean))
+        for metric, value in errors:
+            unit = "1" if value is relative else "nat"
+            y, mode = Quantiles(value, value, value), "no-grad-forward"
+            report.measurements.append(_measurement(case, "none", mode, provider.name, metric, unit, y))
         lines.append((str(case), provider.name, f"{absolute:.2e}", f"{relative:.2e}", f"{of_mean:.2e}"))
     return lines
 
@@ -322,7 +321,7 @@ def with_fp32_loss(losses: Sequence[tuple[Provider, CrossEntropy]]) -> list[tupl
 def compare_bitwise(rows: int, vocabs: Iterable[int], device: torch.device, report: Report) -> list[tuple[str, ...]]:
     """Whether in_place=True gives the very bits of in_place=False, for each usage, vocabulary and dtype."""
     providers = cross_entropy_providers()
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for vocab in vocabs:
         for dtype in BITWISE_DTYPES:
             case = Case(rows, vocab, dtype, device)
@@ -386,8 +385,9 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--errors", action="store_true", help="also the error of each row's loss from float64")
     top.add_argument("--bitwise", action="store_true", help="also whether in_place=True changes a bit of the gradient")
     top.add_argument("--rep-ms", type=float, default=60.0, help="time for the repeats of one step (default: 60)")
-    top.add_argument("--budget-s", type=float, default=300.0, help="after that, what is left is left out (default: 300)")
-    top.add_argument("--device", type=torch.device, default=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    top.add_argument("--least", type=int, default=5, help="fewest repeats of one step (default: 5)")
+    top.add_argument("--budget-s", type=float, default=300.0, help="what is then left is left out (default: 300)")
+    top.add_argument("--device", type=torch.device, default=default_device())
     top.add_argument("--out", type=Path, default=DATA / "cross_entropy.csv", help="default: %(default)s")
     return top
 
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     losses = load_providers(providers, str(case), report)
                     if arguments.errors:
                         errors += measure_errors(case, with_fp32_loss(losses), report)
-                    sizing = Sizing(arguments.rep_ms)
+                    sizing = Sizing(arguments.rep_ms, arguments.least)
                     measure_case(case, losses, arguments.reduction, arguments.mode, sizing, report, results)
                     report.save()
                     del case

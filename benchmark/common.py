@@ -123,7 +123,7 @@ class Sizing:
 
 L2_FLUSH_BYTES = 256 << 20  # what do_bench overwrites; several times the largest L2
 LEAD_CYCLES = 1_000_000
-"""Clock cycles, about half a millisecond, that a GPU spins before a timed step, so that the host has launched it by then.
+"""How long a GPU spins before a timed step, about half a millisecond, so that the host has launched the step by then.
 In training the host is ahead too; a step that makes the host wait still pays for it."""
 
 
@@ -154,6 +154,8 @@ def device_ms(
             failed(name, error)
     pending: dict[str, list[Callable[[], float]]] = {name: [] for name in repeats}
     for name in spread(repeats):
+        if name not in pending:  # it has failed since
+            continue
         try:
             pending[name].append(_timed(steps[name], flush))
         except Exception as error:  # noqa: BLE001
@@ -195,6 +197,16 @@ def _timed(prepare: Callable[[], Callable[[], Any]], flush: torch.Tensor | None)
     return elapsed
 
 
+def default_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def relative_error(got: torch.Tensor, right: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is right."""
+    return float((got.double() - right).norm() / right.norm())
+
+
 def peak_extra_mib(prepare: Callable[[], Callable[[], Any]], device: torch.device) -> float | None:
     """How far a step raises the memory allocated on a GPU above what its inputs hold; None elsewhere."""
     step = prepare()
@@ -234,7 +246,8 @@ class Report:
     def failed(self, provider: str, where: str, error: Exception) -> None:
         """Note why a provider has no result; raises if the device itself is lost."""
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        self.say(f"{where}: {provider} failed, {reason}")
+        if (provider, reason) not in self.failures:
+            self.say(f"{where}: {provider} failed, {reason}")
         self.failures.setdefault((provider, reason), []).append(where)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -246,8 +259,10 @@ class Report:
 
     def print_failures(self) -> None:
         """What is missing from the tables, and why."""
-        for (provider, reason), where in self.failures.items():
-            print(f"not measured: {provider} ({', '.join(dict.fromkeys(where))}): {reason}")
+        for (provider, reason), places in self.failures.items():
+            first, *others = dict.fromkeys(places)
+            more = f" and {len(others)} more" if others else ""
+            print(f"not measured: {provider} ({first}{more}): {reason}")
 
 
 def write_csv(path: Path, measurements: Iterable[Measurement], device: torch.device) -> None:

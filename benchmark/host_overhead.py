@@ -8,7 +8,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from liger import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
+from liger import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, spec
+from liger.autograd import LossFunction, losses
+from liger.call import Call, Needs, Recipe
+from liger.checks import check_tensors
+from liger.dispatch import resolve
+from liger.options import CrossEntropyOptions
 
 
 def host_us(run: Callable[[], object], repeats: int = 300) -> float:
@@ -23,6 +28,32 @@ def host_us(run: Callable[[], object], repeats: int = 300) -> float:
             run()
         total += time.perf_counter() - start
     return total / repeats * 1e6
+
+
+def parts(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """The steps of one forward, each alone."""
+    options = CrossEntropyOptions()
+    recipe = Recipe(options, Needs(True, False, False), logits.dtype, logits.dtype, False, "triton")
+    call = Call(logits, target, None, None, None, recipe)
+    request = call.request()
+    implementation = resolve(request, "triton")
+    kernels = implementation.kernels()
+    inputs = call.row_inputs()
+    results = spec.RowResults.empty(call.rows, logits, options, keep_lse=False)
+    grad = torch.empty_like(logits)
+    return {
+        "check": lambda: check_tensors(logits, target, options, None, None, None),
+        "call + request": lambda: Call(logits, target, None, None, None, recipe).request(),
+        "resolve": lambda: resolve(request, "triton"),
+        "divisors": call.row_inputs,
+        "results": lambda: spec.RowResults.empty(call.rows, logits, options, keep_lse=False),
+        "gradient buffer": lambda: torch.empty_like(logits),
+        "rows kernel": lambda: kernels.rows(logits, inputs, results, grad),
+        "reduce": lambda: spec.reduce(results, target, options, torch.bfloat16),
+        "losses": lambda: losses(call, kernels),
+        "autograd": lambda: LossFunction.apply(logits, None, None, call, implementation),
+        "one torch op": lambda: target != 0,
+    }
 
 
 def main() -> None:
@@ -40,6 +71,9 @@ def main() -> None:
             print(f"{backend} {reduction}: forward {forward:.1f} us, forward + backward {full:.1f} us, no-grad {plain:.1f} us")
         fused = LigerFusedLinearCrossEntropyLoss(backend=backend)
         print(f"{backend} fused forward {host_us(lambda fused=fused: fused(weight, hidden, target)):.1f} us")
+    with torch.no_grad():
+        for name, part in parts(logits.detach(), target).items():
+            print(f"  of which {name}: {host_us(part):.1f} us")
     print(f"F.cross_entropy forward {host_us(lambda: F.cross_entropy(logits, target)):.1f} us")
 
 

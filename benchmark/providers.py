@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from liger import liger_cross_entropy, liger_fused_linear_cross_entropy
 from liger import __version__ as liger_version
+from liger import liger_cross_entropy, liger_fused_linear_cross_entropy
 from liger.dispatch import Op, table
 from liger.dispatch.capability import installed_version
 
@@ -50,6 +50,8 @@ class Provider:
     """Whether it may leave its gradient in the logits, so that every run needs fresh ones."""
     reductions: tuple[str, ...] = ("mean", "sum", "none")
     """What it can do at all."""
+    chunk_size: int | None = None
+    """The caller's choice, where this compares chunk sizes."""
 
 
 def cross_entropy_providers() -> dict[str, Provider]:
@@ -95,7 +97,7 @@ def linear_cross_entropy_providers() -> dict[str, Provider]:
 def chunked_provider(backend: str, chunk_size: int, accum_dtype: torch.dtype | None = None) -> Provider:
     """Our fused loss with a chunk size of the caller's."""
     load = _ours_linear(backend, chunk_size=chunk_size, accum_dtype=accum_dtype)
-    return Provider(f"liger_{backend}_chunk{chunk_size}", load)
+    return Provider(f"liger_{backend}_chunk{chunk_size}", load, chunk_size=chunk_size)
 
 
 def load_providers(
@@ -219,9 +221,10 @@ def _quack(**options: Any) -> Callable[[], CrossEntropy]:
 
 
 def _quack_linear() -> LinearCrossEntropy:
+    """Not tuned: where its own kernels do not take the vocabulary, tuning the GEMMs would take minutes."""
     function = importlib.import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 
     def loss(x: Tensor, weight: Tensor, target: Tensor, reduction: str) -> Tensor:
-        return function(x, weight, target, reduction=reduction)
+        return function(x, weight, target, reduction=reduction, tuned=False)
 
     return loss

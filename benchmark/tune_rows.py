@@ -50,6 +50,51 @@ def candidates(kernel: str, vocab: int) -> Iterator[Launch]:
                 yield Launch(block, warps, held)
 
 
+class Problem:
+    """Tensors of one vocabulary, and what each kernel has to do with them."""
+
+    def __init__(self, rows: int, vocab: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.logits = (torch.randn(rows, vocab, device="cuda") * 4).to(dtype)
+        self.grad = torch.empty_like(self.logits)
+        target = torch.randint(vocab, (rows,), device="cuda")
+        target[::17] = -100
+        options = CrossEntropyOptions()
+        self.inputs = spec.RowInputs(target, options, spec.divisors(target, None, options, torch.float32))
+        self.results = spec.RowResults.empty(rows, self.logits, options, keep_lse=True)
+        self.upstream = torch.ones(rows, device="cuda")
+        few = self.inputs.select(slice(0, 64))
+        self.wanted = spec.row_grad(self.logits[:64], few, spec.row_stats(self.logits[:64], few).lse)
+        backend.rows(self.logits, self.inputs, self.results, None)
+
+    def copy(self) -> None:
+        self.grad.copy_(self.logits)
+
+    def run(self, kernel: str) -> None:
+        if kernel == "row_grad":
+            backend.row_grad(self.logits, self.inputs, self.results.lse, self.upstream, self.grad)
+        else:
+            backend.rows(self.logits, self.inputs, self.results, self.grad if kernel == "rows" else None)
+
+    def is_right(self, kernel: str) -> bool:
+        return kernel == "loss" or torch.allclose(self.grad[:64].float(), self.wanted, rtol=1e-2, atol=1e-9)
+
+
+def timed(problem: Problem, kernel: str, launch: Launch, flush: torch.Tensor, repeats: int) -> float | None:
+    """Time of one launch; None, with the reason on stderr, for one that does not fit or is wrong."""
+    backend.rows_launch = backend.row_grad_launch = lambda *_: launch
+    problem.grad.fill_(float("nan"))
+    try:
+        ms = time_ms(lambda: problem.run(kernel), flush, repeats)
+    except RuntimeError as error:
+        print(kernel, launch, type(error).__name__, str(error)[:80], file=sys.stderr)
+        return None
+    if not problem.is_right(kernel):
+        print("WRONG", kernel, launch, file=sys.stderr)
+        return None
+    return ms
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=8192)
@@ -59,49 +104,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     table = []
     for vocab in args.vocab:
-        torch.manual_seed(0)
-        logits = (torch.randn(args.rows, vocab, device="cuda") * 4).to(dtype)
-        target = torch.randint(vocab, (args.rows,), device="cuda")
-        target[::17] = -100
-        grad = torch.empty_like(logits)
-        copy_ms = time_ms(lambda: grad.copy_(logits), flush, args.repeats)
-        options = CrossEntropyOptions()
-        inputs = spec.RowInputs(target, options, spec.divisors(target, None, options, torch.float32))
-        few = inputs.select(slice(0, 64))
-        lse = spec.row_stats(logits, inputs._replace(options=options)).lse if "row_grad" in args.kernels else None
-        wanted = spec.row_grad(logits[:64], few, spec.row_stats(logits[:64], few).lse)
-        upstream = torch.ones(args.rows, device="cuda")
-        results = spec.RowResults.empty(args.rows, logits, options, keep_lse=False)
+        problem = Problem(args.rows, vocab, getattr(torch, args.dtype))
+        copy_ms = time_ms(problem.copy, flush, args.repeats)
         for kernel in args.kernels:
             floor_ms = copy_ms / 2 if kernel == "loss" else copy_ms
             for launch in candidates(kernel, vocab):
-                backend.rows_launch = lambda *_, launch=launch: launch
-                backend.row_grad_launch = lambda *_, launch=launch: launch
-                run = {
-                    "rows": lambda: backend.rows(logits, inputs, results, grad),
-                    "loss": lambda: backend.rows(logits, inputs, results, None),
-                    "row_grad": lambda: backend.row_grad(logits, inputs, lse, upstream, grad),
-                }[kernel]
-                grad.fill_(float("nan"))
-                try:
-                    ms = time_ms(run, flush, args.repeats)
-                except Exception as error:  # a launch that does not fit is an answer too
-                    print(vocab, kernel, launch, type(error).__name__, str(error)[:80], file=sys.stderr)
-                    continue
-                if kernel != "loss" and not torch.allclose(grad[:64].float(), wanted, rtol=1e-2, atol=1e-9):
-                    print("WRONG", vocab, kernel, launch, file=sys.stderr)
-                    continue
-                table.append((vocab, kernel, launch.block, launch.num_warps, launch.held, ms, ms / floor_ms))
-        del logits, grad, lse, wanted
+                ms = timed(problem, kernel, launch, flush, args.repeats)
+                if ms is not None:
+                    table.append((vocab, kernel, launch.block, launch.num_warps, launch.held, ms, ms / floor_ms))
     for vocab in args.vocab:
         for kernel in args.kernels:
             best = sorted((row for row in table if row[:2] == (vocab, kernel)), key=lambda row: row[5])[:6]
             for _, _, block, warps, held, ms, ratio in best:
-                print(f"{vocab:7d} {kernel:9s} block {block:6d} warps {warps:3d} held {held:6d}  {ms:.3f} ms  {ratio:.3f} x floor")
+                launch = f"block {block:6d} warps {warps:3d} held {held:6d}"
+                print(f"{vocab:7d} {kernel:9s} {launch}  {ms:.3f} ms  {ratio:.3f} x floor")
     if args.out:
         with open(args.out, "w", newline="") as file:
             writer = csv.writer(file)

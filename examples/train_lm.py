@@ -17,6 +17,7 @@ A mistake in the arguments or the text ends with one line on stderr and exit cod
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -49,14 +50,14 @@ try:
     )
     from liger.dispatch import Explanation
 except ModuleNotFoundError as missing:
-    print(f"error: the package {missing.name} is not installed; pip install 'liger[demo]'", file=sys.stderr)
+    print(f"error: the package {missing.name} is not installed; pip install -e '.[demo]' brings it", file=sys.stderr)
     sys.exit(2)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 WARMUP_STEPS = 10
 LAST_STEPS = 10
 """So many steps are averaged as the last training loss."""
-HELD_OUT_SEQUENCES = 64
+HELD_OUT_SEQUENCES = 32
 BLOCK_LR_SHARE = 0.25
 """Learning rate of the blocks as a share of --lr, that of the vocabulary's rows: those rarely see their own token."""
 COST_REPEATS = 5
@@ -139,12 +140,7 @@ def make_parser() -> OneLineParser:
     add("--tied", action="store_true", help="the head's weight is the embedding")
     add("--untied", action="store_false", dest="tied", help="the head has its own weight (default; learns faster)")
     add("--lr", type=positive_float, default=6e-3, help="highest learning rate; blocks take a quarter (default: 0.006)")
-    add(
-        "--check-every",
-        type=positive_int,
-        default=25,
-        help="steps between comparisons with the unfused loss (default: 25)",
-    )
+    add("--check-every", type=positive_int, default=25, help="steps between checks: unfused, held-out (default: 25)")
     add("--seed", type=seed, default=0, help="of text order, initial weights and batches (default: 0)")
     add("--out", type=Path, default=Path("train_lm.png"), help="the loss curve (default: train_lm.png)")
     return parser
@@ -152,13 +148,14 @@ def make_parser() -> OneLineParser:
 
 def usable_device(name: str) -> torch.device:
     """Return a device that can be computed on here, or raise InputError."""
-    try:
-        device = torch.device(name)
-        torch.ones(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # PyTorch reports each kind of missing device differently, some over many lines.
-        raise InputError(f"--device {name} cannot be used here: {one_line(error).partition('. ')[0]}") from error
-    return device
+    usable = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        count = torch.accelerator.device_count()
+        usable += [accelerator.type, *(f"{accelerator.type}:{index}" for index in range(count))]
+    if name not in usable:
+        raise InputError(f"--device {name} cannot be used: PyTorch finds {', '.join(usable)} here")
+    return torch.device(name)
 
 
 def one_line(error: Exception) -> str:
@@ -327,14 +324,16 @@ def train(trainer: Trainer, data: Data) -> tuple[History, float]:
     settings = trainer.settings
     history = History()
     largest_difference = 0.0
-    history.held_out.append((0, trainer.held_out_loss(data.held_out)))
+    seconds = 0.0
     generator = torch.Generator().manual_seed(settings.seed)
-    start = time.perf_counter()
+    chosen = itertools.islice(batches(data.training, settings.batch, generator), settings.steps)
     with tqdm(total=settings.steps, unit="step", dynamic_ncols=True) as progress:
-        for number, (inputs, targets) in zip(
-            range(settings.steps), batches(data.training, settings.batch, generator), strict=False
-        ):
+        for number, (inputs, targets) in enumerate(chosen):
+            if number % settings.check_every == 0:
+                history.held_out.append((number, trainer.held_out_loss(data.held_out)))
+            start = time.perf_counter()
             result = trainer.step(number, inputs, targets)
+            seconds += time.perf_counter() - start
             if not math.isfinite(result.loss):
                 raise TrainingError(f"the loss of step {number + 1} is {result.loss}; try a lower --lr or float32")
             history.training.append((number, result.loss))
@@ -342,10 +341,10 @@ def train(trainer: Trainer, data: Data) -> tuple[History, float]:
                 difference = result.loss - result.unfused_loss
                 largest_difference = max(largest_difference, abs(difference))
                 progress.write(
-                    f"step {number + 1:>4}: fused {result.loss:.6f}, unfused {result.unfused_loss:.6f}, "
-                    f"difference {difference:+.1e}; unigram entropy {data.unigram_entropy:.3f}"
+                    f"step {number + 1:>4}: fused {result.loss:.6f}, unfused {result.unfused_loss:.6f}, difference "
+                    f"{difference:+.1e}; held-out {history.held_out[-1][1]:.3f}, unigram {data.unigram_entropy:.3f}"
                 )
-            tokens_per_second = (number + 1) * inputs.numel() / (time.perf_counter() - start)
+            tokens_per_second = (number + 1) * inputs.numel() / seconds
             progress.set_postfix_str(f"loss {result.loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
             progress.update()
     history.held_out.append((settings.steps, trainer.held_out_loss(data.held_out)))

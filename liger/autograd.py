@@ -41,6 +41,7 @@ class LossFunction(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call, implementation: Implementation
     ) -> tuple[Tensor | None, ...]:
+        """The call's outputs; gradients for an upstream gradient of 1 are made here unless the recipe says later."""
         with without_autocast(input):
             output, saved = losses(call, implementation.kernels())
         if call.recipe.gradient_in_backward:
@@ -56,6 +57,7 @@ class LossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        """The gradients of (input, weight, bias); errors for what a loss with a hand-written gradient cannot do."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "liger's losses have no second derivative: backward ran with create_graph=True; "

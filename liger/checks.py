@@ -65,17 +65,26 @@ def check_tensors(
             raise ValueError(f"{name} must have shape ({vocab},), one element per class, got {tuple(vector.shape)}")
     if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{class_name} requires grad, but class weights get no gradient: pass {class_name}.detach()")
-    if class_weight is not None and not torch.compiler.is_compiling():
-        if forward_ad.unpack_dual(class_weight).tangent is not None:  # type: ignore[no-untyped-call]
-            raise ValueError(f"{class_name} has a tangent, but class weights get no derivative, forward-mode either")
-    accum = options.accum_dtype
-    if weight is not None and accum is not None and accum not in (weight.dtype, spec.compute_dtype(weight.dtype)):
-        allowed = dict.fromkeys((weight.dtype, spec.compute_dtype(weight.dtype)))
-        raise ValueError(
-            f"accum_dtype must be None or {' or '.join(map(_short, allowed))} for this weight, got {_short(accum)}"
-        )
+    if class_weight is not None and _has_tangent(class_weight):
+        raise ValueError(f"{class_name} has a tangent, but class weights get no derivative, forward-mode either")
+    if weight is not None:
+        check_accum_dtype(options.accum_dtype, weight.dtype)
     if options.in_place:
         _check_in_place(input)
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # a traced graph has no forward-mode AD
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def check_accum_dtype(accum: torch.dtype | None, weight: torch.dtype) -> None:
+    """Raise ValueError unless a weight's gradient can be summed in this: its own dtype, or the one that computes."""
+    allowed = dict.fromkeys((weight, spec.compute_dtype(weight)))
+    if accum is not None and accum not in allowed:
+        names = " or ".join(map(_short, allowed))
+        raise ValueError(f"accum_dtype must be None or {names} for a {_short(weight)} weight, got {_short(accum)}")
 
 
 def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .backends import linear
-from .run import run
+from .checks import check_accum_dtype
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
+from .run import run
 
 
 def liger_cross_entropy(
@@ -166,7 +167,7 @@ def explain(
     Args:
         op: "cross_entropy" or "fused_linear_cross_entropy".
         device: of the tensors; a fabricated `DeviceInfo` asks about hardware that is not here.
-        dtype: of the logits.
+        dtype: of the logits and, for fused_linear_cross_entropy, of the weight.
         shape: (N, V), or (N, V, H) for fused_linear_cross_entropy.
         backend: as in a call.
         options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True` for tensors that would be given.
@@ -195,6 +196,8 @@ def explain(
         allowed = ", ".join((*known, *GIVEN_TENSORS[op]))
         raise ValueError(f"options of {op} must be among {allowed}, got {', '.join(unknown)}")
     checked = CrossEntropyOptions(**options)
+    if op == "fused_linear_cross_entropy":
+        check_accum_dtype(checked.accum_dtype, dtype)
     info = device if isinstance(device, DeviceInfo) else device_info(torch.device(device))
     explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + tensors), backend)
     if op == "cross_entropy" or explanation.chosen is None:

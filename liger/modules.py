@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .run import run
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
+from .run import run
 
 
 class _Loss(nn.Module):

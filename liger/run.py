@@ -46,6 +46,8 @@ def run(
         outputs = LossFunction.apply(call.input, weight, bias, call, implementation)  # type: ignore[no-untyped-call]
     if options.reduction == "none":
         outputs = tuple(None if rows is None else rows.view(target.shape) for rows in outputs)
+    elif outputs[3] is not None:
+        outputs = (*outputs[:3], outputs[3].view(target.shape))
     return CrossEntropyOutput(*outputs)
 
 

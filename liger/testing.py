@@ -71,17 +71,22 @@ class Inputs:
         return self.input.shape[-1] if self.weight is None else self.weight.shape[0]
 
     def leaves(self, *frozen: str) -> Inputs:
-        """Fresh copies that require grad, except those named in `frozen`."""
+        """Fresh copies in the same memory layout that require grad, except those named in `frozen`."""
         copies: dict[str, Any] = {}
         for name in ("input", "weight", "bias"):
             tensor = getattr(self, name)
             if tensor is not None:
-                copies[name] = tensor.detach().clone().requires_grad_(name not in frozen)
+                copies[name] = _copy(tensor).requires_grad_(name not in frozen)
         return replace(self, **copies)
 
     def rows(self, index: Tensor) -> Inputs:
         """The same call for some of the rows."""
         return replace(self, input=self.input[index], target=self.target[index])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    storage = tensor.detach().untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return tensor.detach().new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def make_inputs(

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
 from pathlib import Path
+
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = ()

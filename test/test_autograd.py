@@ -24,7 +24,7 @@ def grads(loss, inputs, upstream=None, **kwargs):
     return torch.autograd.grad(loss, leaves_of(inputs), upstream, **kwargs)
 
 
-def made(subject, reduction, *, frozen=(), dtype=None, rows=6, vocab=40, **options):
+def made(subject, reduction, *, frozen=(), dtype=None, rows=4, vocab=40, **options):
     """(inputs as leaves, loss) of a small call."""
     leaves = subject.inputs(rows, vocab, dtype=dtype or subject.finest).leaves(*frozen)
     return leaves, subject(leaves, reduction=reduction, **options)
@@ -39,7 +39,7 @@ def same(left, right):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A1_another_consumer_of_the_logits(loss, reduction):
-    inputs = loss.inputs(6, 40, dtype=loss.finest)
+    inputs = loss.inputs(4, 40, dtype=loss.finest)
     leaves = inputs.leaves()
     z = leaves.input * 1.0
     total = loss(replace(leaves, input=z), reduction=reduction).sum() + z.square().mean()
@@ -53,7 +53,7 @@ def test_A1_another_consumer_of_the_logits(loss, reduction):
 
 def test_A1_softmax_whose_output_is_the_logits(ce):
     """softmax saves its output for its own backward: writing into the logits would corrupt it."""
-    inputs = ce.inputs(6, 40, dtype=ce.finest)
+    inputs = ce.inputs(4, 40, dtype=ce.finest)
     u = inputs.input.clone().requires_grad_()
     ce(Inputs(u.softmax(-1), inputs.target)).backward()
     wide = inputs.input.detach().clone().double().requires_grad_()
@@ -65,9 +65,9 @@ def test_A1_softmax_whose_output_is_the_logits(ce):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A1_the_callers_tensors_are_never_changed(loss, reduction):
-    for dtype in loss.dtypes:
+    for dtype in loss.few(loss.dtypes):
         options = {"bias": True} if loss.fused else {}
-        inputs = loss.inputs(6, 40, dtype=dtype, class_weight=True, **options)
+        inputs = loss.inputs(4, 40, dtype=dtype, class_weight=True, **options)
         leaves = inputs.leaves()
         versions = [leaf._version for leaf in leaves_of(leaves)]
         loss(leaves, reduction=reduction, softcap=3.0).sum().backward()
@@ -109,15 +109,15 @@ def test_A2_any_number_of_backwards_with_a_factor_of_one(loss, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A2_accumulation_into_grad_does_not_reach_what_is_saved(loss, reduction):
     """autograd adopts the first returned tensor as .grad and adds the second in place."""
-    inputs = loss.inputs(6, 40, dtype=F32)
+    inputs = loss.inputs(4, 40, dtype=F32)
     once = loss.outcome(inputs, reduction=reduction)
     leaves = inputs.leaves()
     value = loss(leaves, reduction=reduction).sum()
-    for _ in range(3):
+    for _ in range(2):
         value.backward(retain_graph=True)
     value.backward()
     g = once.input
-    assert torch.equal(leaves.input.grad, g + g + g + g)
+    assert torch.equal(leaves.input.grad, g + g + g)
 
 
 @pytest.mark.parametrize("reduction", UPSTREAM_FREE)
@@ -145,9 +145,9 @@ def test_A2_none_keeps_everything(loss):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_A3_every_row_has_its_own_upstream_gradient(loss, smoothing):
     options = {"bias": True} if loss.fused else {}
-    for dtype in loss.dtypes:
-        inputs = loss.inputs(9, 40, dtype=dtype, **options)
-        upstream = torch.arange(9.0, device=loss.device)
+    for dtype in loss.few(loss.dtypes):
+        inputs = loss.inputs(5, 40, dtype=dtype, **options)
+        upstream = torch.arange(5.0, device=loss.device)
         assert upstream[0] == 0
         loss.check(inputs, upstream=upstream, reduction="none", label_smoothing=smoothing, lse_square_scale=0.01)
 
@@ -165,7 +165,7 @@ FACTORS = {
 @pytest.mark.parametrize("function", FACTORS)
 @pytest.mark.parametrize("reduction", UPSTREAM_FREE)
 def test_A4_a_function_of_the_loss_scales_exactly(loss, reduction, function):
-    inputs = loss.inputs(6, 40, dtype=F32)
+    inputs = loss.inputs(2, 40, dtype=F32)
     plain = loss.outcome(inputs, reduction=reduction)
     leaves = inputs.leaves()
     value = loss(leaves, reduction=reduction)
@@ -177,16 +177,20 @@ def test_A4_a_function_of_the_loss_scales_exactly(loss, reduction, function):
         assert torch.equal(leaves.weight.grad, plain.weight * factor)
 
 
-@pytest.mark.parametrize("factor", [3.0, 1 / 7, 65536.0])
-def test_A4_half_precision_gradients_are_scaled_in_float32(flce, factor):
-    """The factor itself has more digits than bf16: rounding it first would be a second error."""
-    flce.needs(BF16)
-    inputs = flce.inputs(6, 40, dtype=BF16)
-    plain = flce.outcome(inputs)
+@pytest.mark.parametrize("factor", [3.0, 1 / 7])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_A4_half_precision_gradients_are_scaled_in_float32(flce, dtype, factor):
+    """The factor itself has more digits than the gradient: rounding it first would be a second error."""
+    flce.needs(dtype)
+    inputs = flce.inputs(4, 40, dtype=dtype)
+    plain = flce.outcome(inputs, reduction="sum")
     leaves = inputs.leaves()
-    (flce(leaves) * factor).backward()
-    expected = (plain.weight.float() * torch.tensor(factor, device=flce.device)).to(BF16)
-    assert torch.equal(leaves.weight.grad, expected)
+    (flce(leaves, reduction="sum") * factor).backward()
+    exact = plain.weight.float() * torch.tensor(factor, device=flce.device)
+    if flce.rounding(dtype) < torch.finfo(dtype).eps:
+        assert torch.equal(leaves.weight.grad, exact.to(dtype))
+    else:
+        assert ((leaves.weight.grad - exact).abs() <= exact.abs() * flce.rounding(dtype)).all()
 
 
 UPSTREAMS = {
@@ -214,9 +218,9 @@ def test_A5_upstream_gradients_of_any_stride(loss, name):
 
 
 def test_A5_upstream_gradients_that_share_memory(loss):
-    inputs = loss.inputs(6, 40, dtype=F32)
-    base = torch.arange(12.0, device=loss.device)
-    for upstream in (base[:1].expand(6), base[::2], base[:6], base.view(6, 2).t()[1]):
+    inputs = loss.inputs(4, 40, dtype=F32)
+    base = torch.arange(8.0, device=loss.device)
+    for upstream in (base[:1].expand(4), base[::2], base[:4], base.view(4, 2).t()[1]):
         leaves = inputs.leaves()
         got = grads(loss(leaves, reduction="none"), leaves, upstream)
         other = inputs.leaves()
@@ -230,9 +234,9 @@ def test_A5_upstream_gradients_that_share_memory(loss):
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias", "input bias", "weight bias", "input weight"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A7_frozen_combinations(flce, reduction, frozen):
-    inputs = flce.inputs(7, 40, 8, dtype=flce.finest, bias=True)
+    inputs = flce.inputs(3, 40, 8, dtype=flce.finest, bias=True)
     frozen = frozen.split()
-    got = flce.check(inputs, frozen=frozen, reduction=reduction, chunk_size=3)
+    got = flce.check(inputs, frozen=frozen, reduction=reduction, chunk_size=2)
     for name in ("input", "weight", "bias"):
         assert (getattr(got, name) is None) == (name in frozen)
 
@@ -253,12 +257,10 @@ def test_A7_a_frozen_weight_costs_no_memory(flce, reduction):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_A9_without_grad_there_is_a_loss_and_no_gradient_work(loss, monkeypatch, reduction, bias, requires_grad, mode):
-    if bias and not loss.fused:
-        pytest.skip("cross entropy has no bias")
-    inputs = loss.inputs(6, 40, 16, dtype=F32, **({"bias": bias} if loss.fused else {}))
+def test_A9_without_grad_there_is_a_loss_and_no_gradient_work(loss, monkeypatch, reduction, requires_grad, mode):
+    bias = {"bias": mode is torch.no_grad} if loss.fused else {}
+    inputs = loss.inputs(3, 40, 16, dtype=F32, **bias)
     with_grad = loss.outcome(inputs, reduction=reduction).output.loss
     leaves = inputs.leaves(*(() if requires_grad else ("input", "weight", "bias")))
     kernels, wanted = loss.row.kernels(), []
@@ -275,7 +277,7 @@ def test_A9_without_grad_there_is_a_loss_and_no_gradient_work(loss, monkeypatch,
 
 
 def test_A9_tensors_that_need_no_gradient_give_a_loss_that_needs_none(loss):
-    assert not loss(loss.inputs(6, 40)).requires_grad
+    assert not loss(loss.inputs(4, 40)).requires_grad
 
 
 # --- A13: no second derivative, no forward mode ---------------------------------------------------
@@ -300,7 +302,7 @@ def test_A13_a_composition_gives_no_partial_hessian(loss, reduction):
 @pytest.mark.parametrize("place", ["input", "weight", "bias", "class_weight"])
 def test_A13_forward_mode_raises(loss, place):
     options = {"bias": True} if loss.fused else {}
-    inputs = loss.inputs(6, 40, class_weight=True, **options)
+    inputs = loss.inputs(4, 40, class_weight=True, **options)
     if getattr(inputs, place) is None:
         pytest.skip(f"cross entropy has no {place}")
     with forward_ad.dual_level():
@@ -311,7 +313,7 @@ def test_A13_forward_mode_raises(loss, place):
 
 
 def test_A13_function_transforms_raise(loss):
-    inputs = loss.inputs(6, 40)
+    inputs = loss.inputs(4, 40)
 
     def call(x):
         return loss(replace(inputs, input=x))
@@ -326,7 +328,7 @@ def test_A13_function_transforms_raise(loss):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A14_extras_are_not_differentiable(loss, reduction):
-    inputs = loss.inputs(6, 40, dtype=F32)
+    inputs = loss.inputs(4, 40, dtype=F32)
     options = {"reduction": reduction, "lse_square_scale": 0.01}
     plain = loss.outcome(inputs, **options)
     leaves = inputs.leaves()
@@ -336,10 +338,10 @@ def test_A14_extras_are_not_differentiable(loss, reduction):
     assert torch.equal(leaves.input.grad, plain.input)
 
 
-@pytest.mark.parametrize("k", [0, 1, 4, 9])
+@pytest.mark.parametrize("k", [0, 2, 5])
 def test_A16_slices_of_the_loss_one_after_the_other(loss, k):
-    for dtype in loss.dtypes:
-        inputs = loss.inputs(9, 40, dtype=dtype)
+    for dtype in loss.few(loss.dtypes):
+        inputs = loss.inputs(5, 40, dtype=dtype)
         once = loss.outcome(inputs, reduction="none")
         leaves = inputs.leaves("weight")
         rows = loss(leaves, reduction="none")
@@ -350,11 +352,11 @@ def test_A16_slices_of_the_loss_one_after_the_other(loss, k):
 
 def test_A16_the_heads_gradient_adds_up(flce):
     """Its sum over rows is cut in two: the order of summation changes, nothing else."""
-    inputs = flce.inputs(9, 40, dtype=F32)
+    inputs = flce.inputs(5, 40, dtype=F32)
     leaves = inputs.leaves()
     rows = flce(leaves, reduction="none")
-    rows[:4].sum().backward(retain_graph=True)
-    rows[4:].sum().backward()
+    rows[:2].sum().backward(retain_graph=True)
+    rows[2:].sum().backward()
     truth, own = flce.expected(inputs, reduction="none")
     assert_within_budget(
         leaves.weight.grad, truth.outcome.weight, own.outcome.weight, F32, magnitude=truth.magnitudes.weight
@@ -374,7 +376,7 @@ def test_a_loss_nobody_uses_needs_no_backward(loss, reduction):
 def in_place_call(ce, reduction, dtype=F32, **options):
     """(inputs, the logits given to the call, loss): logits with a history, as a model's are."""
     ce.needs(dtype, in_place=True)
-    inputs = ce.inputs(6, 40, dtype=dtype)
+    inputs = ce.inputs(4, 40, dtype=dtype)
     leaf = inputs.input.clone().requires_grad_()
     z = leaf.clone()
     z.retain_grad()
@@ -397,15 +399,15 @@ def test_in_place_gradients_are_bitwise_the_default_ones(ce, reduction, dtype, o
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_in_place_makes_no_second_buffer(ce, reduction, dtype):
     ce.needs(dtype, in_place=True)
-    inputs = ce.inputs(6, 40, dtype=dtype).leaves()
+    inputs = ce.inputs(4, 40, dtype=dtype).leaves()
     with Operators() as seen:
         ce(inputs, reduction=reduction, in_place=True).sum().backward()
     assert inputs.input.grad.data_ptr() == inputs.input.data_ptr()
-    buffers = [shape for shape in seen.allocated if shape == (6, 40)]
+    buffers = [shape for shape in seen.allocated if shape == (4, 40)]
     assert not buffers
     with Operators() as seen:
         ce(inputs.leaves(), reduction=reduction).sum().backward()
-    assert (6, 40) in seen.allocated  # the watch sees such a buffer where there is one
+    assert (4, 40) in seen.allocated  # the watch sees such a buffer where there is one
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -420,7 +422,7 @@ def test_in_place_bumps_the_version_counter(ce, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_A1_in_place_gives_another_consumer_an_error(ce, reduction):
     ce.needs(in_place=True)
-    inputs = ce.inputs(6, 40)
+    inputs = ce.inputs(4, 40)
     leaf = inputs.input.clone().requires_grad_()
     z = leaf * 1.0
     square = z.square().mean()
@@ -442,19 +444,19 @@ def test_in_place_graphs_are_single_use(ce, reduction, factor):
 @pytest.mark.parametrize("mode", [torch.no_grad, contextlib.nullcontext])
 def test_in_place_without_a_gradient_changes_nothing(ce, mode):
     ce.needs(in_place=True)
-    inputs = ce.inputs(6, 40)
-    before = inputs.input.clone()
+    inputs = ce.inputs(4, 40)
+    before, version = inputs.input.clone(), inputs.input._version
     with mode():
         ce(inputs, in_place=True)
     assert torch.equal(inputs.input, before)
-    assert inputs.input._version == 0
+    assert inputs.input._version == version
 
 
 def test_in_place_keeps_strides(ce):
     """Logits cut out of a wider tensor: the gradient fills them and touches nothing beside them."""
     ce.needs(in_place=True)
-    inputs = ce.inputs(6, 40)
-    wide = torch.full((6, 48), 7.0, device=ce.device)
+    inputs = ce.inputs(4, 40)
+    wide = torch.full((4, 48), 7.0, device=ce.device)
     wide[:, 3:43] = inputs.input
     z = wide[:, 3:43].requires_grad_()
     ce(Inputs(z, inputs.target), in_place=True).backward()

@@ -190,6 +190,12 @@ def test_interpreter_adds_the_cpu_and_changes_nothing_else(install, monkeypatch,
     assert resolved(op, device, dtype) == verdicts[COLUMNS.index((op, dtype))]
 
 
+def test_interpreter_is_read_at_the_call(install, monkeypatch):
+    for value, expected in (("0", "torch"), ("1", "triton"), ("0", "torch")):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert resolved(CE, "cpu", "fp32") == expected
+
+
 @pytest.mark.parametrize("value", ["", "0", "true"])
 def test_interpreter_is_asked_for_with_1(install, monkeypatch, value):
     monkeypatch.setenv("TRITON_INTERPRET", value)
@@ -454,6 +460,7 @@ def test_explain_as_text(install):
         (CE, {"dtype": torch.int64}, "dtype must be one of torch.float16, .*got torch.int64"),
         (CE, {"softcap": -1.0}, "softcap must be None or a finite number > 0, got -1.0"),
         (CE, {"bias": True, "softcap": 3.0}, "options of cross_entropy must be among .*, weight, got bias$"),
+        (FLCE, {"accum_dtype": torch.bfloat16}, "accum_dtype must be None or float32 for a float32 weight, got bf"),
         (FLCE, {"weight": True}, "options of fused_linear_.* must be among .*, bias, ce_weight, got weight$"),
     ],
 )

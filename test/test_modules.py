@@ -414,5 +414,5 @@ def test_what_is_at_the_edge_is_allowed():
 
 def test_accum_dtype_must_suit_the_weight(tensors):
     for accum in (torch.bfloat16, torch.float32):
-        with pytest.raises(ValueError, match="accum_dtype must be None or float64 for this weight, got"):
+        with pytest.raises(ValueError, match="accum_dtype must be None or float64 for a float64 weight, got"):
             apply(LigerFusedLinearCrossEntropyLoss, tensors, accum_dtype=accum)

@@ -10,11 +10,6 @@ from liger.testing import Inputs, assert_within_budget
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def half_ulp(dtype):
-    """Relative error of one rounding, with a thousandth to spare for the float32 arithmetic before it."""
-    return torch.finfo(dtype).eps / 2 * 1.001
-
-
 def spacing(value, dtype):
     """Distance of the numbers of a dtype around a value."""
     return 2.0 ** math.floor(math.log2(abs(value))) * torch.finfo(dtype).eps
@@ -46,7 +41,7 @@ def test_N1_confident_target(ce, dtype, reduction):
     truth = ce.expected(inputs, reduction=reduction)[0].outcome
     rows = torch.arange(len(chances))
     error = (got.input[rows, target].double() / truth.input[rows, target] - 1).abs()
-    assert error.max() <= half_ulp(dtype)
+    assert error.max() <= ce.rounding(dtype)
 
 
 @pytest.mark.parametrize("k", range(12, 24))
@@ -95,10 +90,10 @@ def relative_error(got, truth):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_N7_chunks_add_no_error(flce, reduction):
     """Running sums in bf16 would be 4 % off at 1024 chunks. The error has to stay that of one rounding."""
-    rows = 256 if flce.interpreted else 8192
+    rows = 16 if flce.interpreted else 8192
     inputs = flce.inputs(rows, 128, 64, dtype=BF16)
     truth, own = flce.expected(inputs, reduction=reduction)
-    for chunks in (1, 16, 128) if flce.interpreted else (1, 16, 128, 1024):
+    for chunks in (1, 16) if flce.interpreted else (1, 16, 128, 1024):
         got = flce.outcome(inputs, reduction=reduction, chunk_size=rows // chunks)
         for name in ("weight", "input"):
             exact = getattr(truth.outcome, name)
@@ -111,7 +106,7 @@ def test_N7_chunks_add_no_error(flce, reduction):
 def test_N9_rows_of_the_gradient_sum_to_zero_at_every_scale(flce, largest):
     """A head with one constant column shows the row sums of the logits' gradient in that column of x's gradient."""
     flce.needs(BF16)
-    inputs = flce.inputs(12, 200, 32, dtype=BF16)
+    inputs = flce.inputs(4, 200, 32, dtype=BF16)
     inputs.input[:, 0] = 0  # the constant column adds nothing to the logits
     weight = inputs.weight.float()
     weight *= largest / (inputs.input.float() @ weight.t()).abs().max()
@@ -119,7 +114,7 @@ def test_N9_rows_of_the_gradient_sum_to_zero_at_every_scale(flce, largest):
     inputs = loss_inputs(inputs, weight.to(BF16))
     got = flce.check(inputs, reduction="sum")
     # Each of dz's elements may be rounded to bf16 once, and their absolute values sum to at most 2 in a row.
-    assert got.input[:, 0].abs().max() <= 2 * half_ulp(BF16)
+    assert got.input[:, 0].abs().max() <= 2 * flce.rounding(BF16)
 
 
 def loss_inputs(inputs, weight):
@@ -129,35 +124,51 @@ def loss_inputs(inputs, weight):
 @pytest.mark.parametrize("largest", [5.0, 40.0, 160.0, 640.0])
 def test_N9_the_error_stays_one_rounding_at_every_scale(ce, largest):
     ce.needs(BF16)
-    inputs = ce.inputs(12, 200, dtype=BF16)
+    inputs = ce.inputs(4, 200, dtype=BF16)
     inputs.input.mul_(largest / inputs.input.abs().max())
     got = ce.check(inputs, reduction="sum")
     sums = got.input.double().sum(1)
-    assert (sums.abs() <= got.input.double().abs().sum(1) * half_ulp(BF16)).all()
+    assert (sums.abs() <= got.input.double().abs().sum(1) * ce.rounding(BF16)).all()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_N10_bf16_logits_give_the_loss_of_equal_fp32_logits(ce, reduction):
     ce.needs(BF16)
-    inputs = ce.inputs(17, 300, dtype=BF16)
+    inputs = ce.inputs(5, 300, dtype=BF16)
     wide = Inputs(inputs.input.float(), inputs.target)
     exact = ce(wide, reduction=reduction)
     rounded = ce(inputs, reduction=reduction)
     assert rounded.dtype == BF16
-    assert ((rounded.float() - exact).abs() <= exact * half_ulp(BF16)).all()
+    assert ((rounded.float() - exact).abs() <= exact * ce.rounding(BF16)).all()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_N10_loss_dtype_gives_it_in_fp32(ce, dtype, reduction):
     ce.needs(dtype, loss_dtype=F32)
-    inputs = ce.inputs(17, 300, dtype=dtype)
+    inputs = ce.inputs(5, 300, dtype=dtype)
     wide = Inputs(inputs.input.float(), inputs.target)
     truth, own = ce.expected(wide, reduction=reduction)
     for given in (inputs, wide):
         got = ce(given, reduction=reduction, loss_dtype=F32)
         assert got.dtype == F32
         assert_within_budget(got, truth.outcome.output.loss, own.outcome.output.loss, F32)
+
+
+def test_minus_infinity_takes_a_class_away(ce):
+    """A vocabulary padded with -inf logits is the one without them; a row may not become NaN for it."""
+    inputs = ce.inputs(4, 40, ignored=0.0, dtype=F32)
+    short = ce.outcome(inputs, return_predicted_tokens=True)
+    padded = torch.full((4, 64), -torch.inf, device=ce.device)
+    padded[:, :40] = inputs.input
+    got = ce.outcome(Inputs(padded, inputs.target), return_predicted_tokens=True)
+    assert torch.equal(got.output.predicted_tokens, short.output.predicted_tokens)
+    assert not got.input[:, 40:].any()
+    truth, own = ce.expected(inputs, return_predicted_tokens=True)
+    assert_within_budget(got.output.loss, truth.outcome.output.loss, own.outcome.output.loss, F32)
+    assert_within_budget(
+        got.input[:, :40], truth.outcome.input, own.outcome.input, F32, magnitude=truth.magnitudes.input
+    )
 
 
 def near_36(rows):
@@ -175,7 +186,7 @@ def near_36(rows):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_N12_the_loss_is_rounded_once(ce, reduction):
     ce.needs(BF16)
-    inputs = ce.tensors(*near_36(256 if ce.interpreted else 8192))
+    inputs = ce.tensors(*near_36(8 if ce.interpreted else 8192))
     truth = ce.expected(inputs, reduction=reduction)[0].outcome.output.loss.item()
     got = ce(inputs, reduction=reduction)
     assert got.dtype == BF16
@@ -187,7 +198,7 @@ def test_N12_the_loss_is_rounded_once(ce, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_N12_loss_dtype_returns_the_value_before_the_rounding(ce, reduction):
     ce.needs(BF16, loss_dtype=F32)
-    inputs = ce.tensors(*near_36(256 if ce.interpreted else 8192))
+    inputs = ce.tensors(*near_36(8 if ce.interpreted else 8192))
     truth = ce.expected(inputs, reduction=reduction)[0].outcome.output.loss.item()
     got = ce(inputs, reduction=reduction, loss_dtype=F32)
     assert got.dtype == F32
@@ -198,7 +209,7 @@ def test_N12_loss_dtype_returns_the_value_before_the_rounding(ce, reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_N12_the_fused_loss_is_fp32(flce, reduction):
     flce.needs(BF16)
-    inputs = flce.tensors(*near_36(256 if flce.interpreted else 8192))
+    inputs = flce.tensors(*near_36(8 if flce.interpreted else 8192))
     inputs = Inputs(inputs.input, inputs.target, torch.eye(4, dtype=BF16, device=inputs.input.device))
     truth = flce.expected(inputs, reduction=reduction)[0].outcome.output.loss.item()
     got = flce(inputs, reduction=reduction)
@@ -208,13 +219,13 @@ def test_N12_the_fused_loss_is_fp32(flce, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_N13_without_hidden_states_the_bias_is_the_logits(flce, reduction):
-    inputs = flce.inputs(11, 50, dtype=flce.finest, bias=True)
+    inputs = flce.inputs(4, 50, dtype=flce.finest, bias=True)
     inputs.input.zero_()
     got = flce.check(inputs, reduction=reduction)
     rows = torch.nn.functional.cross_entropy(
-        inputs.bias.double().expand(11, -1), inputs.target, reduction=reduction
+        inputs.bias.double().expand(4, -1), inputs.target, reduction=reduction
     )
-    own = torch.nn.functional.cross_entropy(inputs.bias.float().expand(11, -1), inputs.target, reduction=reduction)
+    own = torch.nn.functional.cross_entropy(inputs.bias.float().expand(4, -1), inputs.target, reduction=reduction)
     assert_within_budget(got.output.loss, rows, own, flce.finest)
 
 
@@ -224,8 +235,8 @@ def test_N13_without_hidden_states_the_bias_is_the_logits(flce, reduction):
 def test_N15_options_that_change_the_logits(loss, softcap, bias, reduction):
     if bias and not loss.fused:
         pytest.skip("cross entropy has no bias")
-    for dtype in loss.dtypes:
-        inputs = loss.inputs(9, 130, dtype=dtype, **({"bias": bias} if loss.fused else {}))
+    for dtype in loss.few(loss.dtypes):
+        inputs = loss.inputs(4, 130, dtype=dtype, **({"bias": bias} if loss.fused else {}))
         loss.check(inputs, softcap=softcap, reduction=reduction)
 
 
@@ -246,11 +257,11 @@ def test_N19_fp16_gradients_survive_the_mean(flce):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_N19_fp16_small_probabilities(loss, reduction):
-    """p = 8e-7 divided by 32 rows is below fp16's smallest number, 6e-8; times the loss scaler it is not."""
+    """p = 1.1e-7 divided by 8 rows is below fp16's smallest number, 6e-8; times the loss scaler it is not."""
     loss.needs(F16)
-    rows, vocab, scaler = 32, 64, 32768.0  # an fp16 loss, like torch's, has an fp16 upstream gradient: 65536 is inf
+    rows, vocab, scaler = 8, 64, 32768.0  # an fp16 loss, like torch's, has an fp16 upstream gradient: 65536 is inf
     logits = torch.zeros(rows, vocab, dtype=F16)
-    logits[:, 0] = 14
+    logits[:, 0] = 16
     target = torch.zeros(rows, dtype=torch.int64)
     if loss.fused:
         inputs = loss.tensors(torch.ones(rows, 1, dtype=F16), target, weight=logits[:1].t().contiguous())
@@ -262,8 +273,8 @@ def test_N19_fp16_small_probabilities(loss, reduction):
     leaves = inputs.leaves()
     value = loss(leaves, reduction=reduction)
     (value.float() * upstream).sum().backward()
-    p = 1 / (vocab - 1 + math.exp(14))
+    p = 1 / (vocab - 1 + math.exp(16))
     for gradient, count in ((leaves.weight, 1), (leaves.input, rows)):
         if gradient is not None and (loss.fused == (gradient is leaves.weight)):
             small = gradient.grad.reshape(-1, vocab)[:, 1:].double() / scaler * count
-            assert ((small / p - 1).abs() <= 2 * half_ulp(F16)).all()
+            assert ((small / p - 1).abs() <= 2 * loss.rounding(F16)).all()

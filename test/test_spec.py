@@ -39,7 +39,7 @@ def test_equals_torch(loss, reduction, smoothing, class_weight):
     if loss.fused and not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this torch has no F.linear_cross_entropy")
     bias = {"bias": True} if loss.fused else {}
-    inputs = loss.inputs(9, 37, dtype=loss.finest, class_weight=class_weight, **bias)
+    inputs = loss.inputs(4, 37, dtype=loss.finest, class_weight=class_weight, **bias)
     options = {"reduction": reduction, "label_smoothing": smoothing}
     got = loss.outcome(inputs, **options)
     truth = torch_loss(inputs, torch.float64, **options)
@@ -110,7 +110,7 @@ def call_with(subject, name):
     """(inputs, options) of a call with this option at the value above."""
     dtype = torch.bfloat16 if name in BF16_OPTIONS else subject.finest
     given = {"bias": name == "bias"} if subject.fused else {}
-    inputs = subject.inputs(13, 37, dtype=dtype, class_weight=name in ("weight", "ce_weight"), **given)
+    inputs = subject.inputs(4, 37, dtype=dtype, class_weight=name in ("weight", "ce_weight"), **given)
     if name == "ignore_index":
         inputs.target[inputs.target == -100] = VALUES[name]
     options = {} if name in TENSORS else {name: VALUES[name]}
@@ -127,7 +127,7 @@ def test_an_option_is_right_or_refused(loss, name):
     if name in loss.row.capability.options:
         loss.check(*(call := call_with(loss, name))[:1], **call[1])
     elif name in option_names(loss.row.op):
-        shape = (13, 37, 16) if loss.fused else (13, 37)
+        shape = (4, 37, 16) if loss.fused else (4, 37)
         info = device_info(torch.device(loss.device))
         request = Request(loss.row.op, info, torch.bfloat16, shape, ((name, VALUES[name]),))
         with pytest.raises(UnsupportedError, match=rf"{loss.row.backend}: .*{name}="):
@@ -138,7 +138,7 @@ def observed(subject, name):
     """(without the option, with it): whatever the option is there to change."""
     inputs, options = call_with(subject, name)
     if name in ("accum_dtype", "chunk_size"):
-        describe = {"device": torch.device(subject.device), "dtype": torch.bfloat16, "shape": (13, 37, 16)}
+        describe = {"device": torch.device(subject.device), "dtype": torch.bfloat16, "shape": (4, 37, 16)}
         describe["backend"] = subject.row.backend
         plain, changed = (explain(subject.row.op, **describe, **extra).plan for extra in ({}, options))
         return (plain.accum_dtype, plain.chunk_rows), (changed.accum_dtype, changed.chunk_rows)
@@ -184,7 +184,7 @@ def test_lowest_index_wins_a_tie(loss):
 
 def test_statistics_of_a_split_vocabulary_combine(ce):
     """What a vocabulary that is split over memory or GPUs rests on: maxima and sums of the parts give the whole's."""
-    inputs = ce.inputs(6, 50, dtype=ce.finest, class_weight=True, ignored=0.0)
+    inputs = ce.inputs(4, 50, dtype=ce.finest, class_weight=True, ignored=0.0)
     options = CrossEntropyOptions(label_smoothing=0.1, return_predicted_tokens=True)
     kernels, w = ce.row.kernels(), inputs.class_weight.to(spec.compute_dtype(ce.finest))
 

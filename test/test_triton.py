@@ -15,8 +15,8 @@ from liger.options import CrossEntropyOptions
 
 pytest.importorskip("triton")
 
-from liger.backends import triton as backend  # noqa: E402
-from liger.backends.triton.launch import row_grad_launch, rows_launch  # noqa: E402
+from liger.backends import triton as backend
+from liger.backends.triton.launch import row_grad_launch, rows_launch
 
 TARGETS = [("cuda", arch, "32") for arch in ("80", "86", "89", "90", "100", "103", "120")] + [("hip", "gfx942", "64")]
 
@@ -57,7 +57,7 @@ def _device() -> torch.device:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("offset", [0.0, 2.0**20])
-def test_row_stats_match_the_spec_and_combine_over_a_split_vocabulary(weighted: bool, softcap: float | None, offset: float) -> None:
+def test_row_stats_match_the_spec_and_combine_over_a_split_vocabulary(weighted, softcap, offset) -> None:
     """What a head split over memory or GPUs builds on: statistics of the parts give those of the whole."""
     device = _device()
     generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,9 @@ LossLayer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def unfused_loss(weight: Tensor, hidden: Tensor, targets: Tensor) -> Tensor:
     """The same loss by way of all N x V logits: what a training loop without this package computes."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORE_INDEX)
+    logits = F.linear(hidden, weight)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX)
 
 
 @dataclass(frozen=True)

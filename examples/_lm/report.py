@@ -55,7 +55,7 @@ def draw_loss_curve(history: History, unigram_entropy: float, title: str, path: 
     """Save the loss curve as PNG, with the unigram entropy as the line to get below."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*history.training, strict=True), linewidth=1, label="training batch")
+    axes.plot(*zip(*history.training, strict=True), linewidth=1, color="tab:blue", alpha=0.6, label="training batch")
     axes.plot(*zip(*history.held_out, strict=True), "o-", color="black", markersize=4, label="held-out text")
     axes.axhline(unigram_entropy, linestyle="--", color="tab:red", label=f"unigram entropy {unigram_entropy:.2f}")
     axes.set(title=title, xlabel="optimizer steps", ylabel="loss, nats per labelled token")

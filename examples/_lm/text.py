@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import io
+import os
 import random
 import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -146,14 +147,19 @@ def segment_document(text: str, is_python: bool) -> tuple[Segment, ...]:
     return split_segments(text, spans)
 
 
+def _files_below(directory: Path, skip: Callable[[str], bool]) -> list[Path]:
+    """List the files below a directory in sorted order, without files and directories whose name is to be skipped."""
+    files = []
+    for parent, directories, names in os.walk(directory):
+        directories[:] = [name for name in directories if not skip(name)]
+        files += [Path(parent, name) for name in names if not skip(name)]
+    return sorted(path for path in files if path.is_file())
+
+
 def standard_library_files() -> list[Path]:
     """List the source files of the running interpreter's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if path.is_file() and not NOT_STANDARD_LIBRARY.intersection(path.relative_to(root).parts[:-1])
-    ]
+    files = [path for path in _files_below(root, NOT_STANDARD_LIBRARY.__contains__) if path.suffix == ".py"]
     if not files:
         raise InputError(f"the standard library has no source files in {root}; give your own text with --text")
     return files
@@ -161,11 +167,7 @@ def standard_library_files() -> list[Path]:
 
 def _directory_files(directory: Path) -> list[Path]:
     """List the files below a directory, leaving out hidden ones such as a version control system's."""
-    return [
-        path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(directory).parts)
-    ]
+    return _files_below(directory, lambda name: name.startswith("."))
 
 
 def _read(path: Path, max_characters: int) -> str:
@@ -214,7 +216,7 @@ def _find_files(paths: Sequence[Path]) -> tuple[list[Path], set[Path]]:
             named.add(path)
             found.append(path)
         else:
-            raise InputError(f"not a file or directory{'' if path.exists() else ' that exists'}: {path}")
+            raise InputError(f"{'not a' if path.exists() else 'no such'} file or directory: {path}")
     return list(dict.fromkeys(found)), named
 
 
@@ -245,5 +247,5 @@ def load_corpus(paths: Sequence[Path], max_characters: int, seed: int) -> Corpus
             remaining -= len(text)
     if not documents:
         places = ", ".join(map(str, paths))
-        raise InputError(f"no text in {places}: {skipped} files are not UTF-8 text, the others are empty")
+        raise InputError(f"no text in {places}: all files are empty or not UTF-8")
     return Corpus(tuple(documents), skipped)

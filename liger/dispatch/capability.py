@@ -144,11 +144,8 @@ def _has_module(module: str) -> bool:
     top = module.partition(".")[0]  # finding a submodule would import its parent
     try:
         return importlib.util.find_spec(top) is not None
-    except (
-        ImportError,
-        ValueError,
-    ):  # a finder refused, sys.modules[top] is None or has no __spec__: importing will tell
-        return True
+    except (ImportError, ValueError):  # a finder refused, or it is in sys.modules without a __spec__
+        return True  # importing it is what will tell
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ def _coefficients(
     if class_weight_sum_ptr is not None:
         weight_sum = tl.load(class_weight_sum_ptr)
     else:
-        weight_sum = vocab.to(tl.float32)
+        weight_sum = vocab * 1.0
     a = b + d * weight_sum + t * _inverse(z_divisor_ptr) * 2.0 * lse_square_scale * (maximum + log_sum)
     return a, b, d
 
@@ -247,7 +247,7 @@ def rows_kernel(
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
         x = _load(row_ptr, offsets, logits_stride, vocab, HELD_MASKED, STRIDED, "evict_first")
-        held = held + (x,)  # type: ignore[assignment]
+        held = held + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred expression)
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
         s = _capped_block(held[i], offsets, vocab, softcap, HELD_MASKED)
@@ -274,7 +274,7 @@ def rows_kernel(
         if class_weight_sum_ptr is not None:
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
-            weight_sum = vocab.to(tl.float32)
+            weight_sum = vocab * 1.0
         loss += d * (weight_sum * (log_sum + (maximum - first)) - weighted_sum)
     lse = maximum + log_sum
     z = t * _inverse(z_divisor_ptr) * lse_square_scale * lse * lse
@@ -328,7 +328,7 @@ def row_stats_kernel(
         if class_weight_sum_ptr is not None:
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
-            weight_sum = vocab.to(tl.float32)
+            weight_sum = vocab * 1.0
         tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - first))
     if argmax_ptr is not None:
         best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)

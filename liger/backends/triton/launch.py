@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,7 +10,6 @@ import torch
 import triton
 
 LOAD_BYTES = 16  # one thread's widest load
-LONG_ROW_BYTES = 96 << 10
 
 
 class Launch(NamedTuple):
@@ -26,30 +26,45 @@ class Launch(NamedTuple):
         return min(LOAD_BYTES // itemsize, self.block)
 
 
+# `rows` with gradient, by itemsize: up to this vocabulary, this launch. Few long rows in flight keep their second read in L2,
+# so long rows take whole multiprocessors, and what registers can hold of a row is not read twice.
+# Measured on one H200 (torch 2.11, triton 3.6, 2026-11-29; 8192 rows of bf16, 4096 of fp32; benchmark.tune_rows), as multiples
+# of one read + one write: bf16 1.22 / 1.09 at V = 4096 / 16384, 1.08 at 32000, 1.22 / 1.14 at 50304 / 65536, then 1.27 / 1.21 /
+# 1.22 / 1.31 at 102400 / 128256 / 151936 / 262144; fp32 1.04 / 1.21 at 32000 / 128256. Other architectures use the same
+# table; it was not measured there.
+ROWS_WITH_GRAD: dict[int, tuple[tuple[float, Launch], ...]] = {
+    2: (
+        (24576, Launch(4096, 8)),
+        (40960, Launch(8192, 8)),
+        (81920, Launch(8192, 16, held=16384)),
+        (math.inf, Launch(16384, 32, held=32768)),
+    ),
+    4: (
+        (20480, Launch(4096, 8)),
+        (65536, Launch(8192, 32)),
+        (math.inf, Launch(8192, 32, held=32768)),
+    ),
+}
+# Statistics alone: 1.01 / 0.93 / 0.91 of one read at half a copy's rate at V = 32000 / 128256 / 151936, measured as above.
+ROWS_BYTES, ROWS_WARPS = 16 << 10, 16
+# `row_grad`: 1.05 to 1.08 times one read + one write; it varies little with the launch.
+ROW_GRAD_BYTES, ROW_GRAD_WARPS = 8 << 10, 16
+
+
 @lru_cache(maxsize=256)
 def rows_launch(vocab: int, itemsize: int, with_grad: bool, is_hip: bool) -> Launch:
-    """Launch of `rows` (and, without gradient, of `row_stats`).
-
-    Sizes are in bytes of logits because bytes are what the kernels wait for. Measured on one H200 (torch 2.11, triton 3.6,
-    2026-11-29, bf16, 8192 rows; benchmark/data/tune_rows_h200.csv), as multiples of one read + one write, or one read:
-    statistics alone 1.01 / 0.93 / 0.91 at V = 32000 / 128256 / 151936 with 16 KiB blocks and 16 warps; with the gradient
-    1.08 at V = 32000 with 16 KiB and 8 warps, and 1.21 / 1.22 at the larger two with 32 KiB, 32 warps and 64 KiB of the row
-    held in registers (1.23 / 1.29 without). Few rows in flight keep the second read in L2, so long rows take whole
-    multiprocessors. Other architectures use the same rule; it was not measured there.
-    """
-    if not with_grad:
-        launch = Launch((16 << 10) // itemsize, 16)
-    elif vocab * itemsize < LONG_ROW_BYTES:
-        launch = Launch((16 << 10) // itemsize, 8)
+    """Launch of `rows` and, without gradient, of `row_stats`."""
+    if with_grad:
+        launch = next(launch for limit, launch in ROWS_WITH_GRAD[itemsize] if vocab <= limit)
     else:
-        launch = Launch((32 << 10) // itemsize, 32, held=(64 << 10) // itemsize)
+        launch = Launch(ROWS_BYTES // itemsize, ROWS_WARPS)
     return _fit(launch, vocab, is_hip)
 
 
 @lru_cache(maxsize=256)
 def row_grad_launch(vocab: int, itemsize: int, is_hip: bool) -> Launch:
-    """Launch of `row_grad`: 1.05 to 1.08 times one read + one write (as above) with 8 KiB and 16 warps; it varies little."""
-    return _fit(Launch((8 << 10) // itemsize, 16), vocab, is_hip)
+    """Launch of `row_grad`."""
+    return _fit(Launch(ROW_GRAD_BYTES // itemsize, ROW_GRAD_WARPS), vocab, is_hip)
 
 
 def _fit(launch: Launch, vocab: int, is_hip: bool) -> Launch:

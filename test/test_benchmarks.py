@@ -1,0 +1,298 @@
+"""The benchmarks run: on a CPU, with tiny shapes, with peers that are missing, broken or stood in for by torch."""
+
+import csv
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmark/ is not installed
+
+common = importlib.import_module("benchmark.common")
+providers = importlib.import_module("benchmark.providers")
+cross_entropy = importlib.import_module("benchmark.benchmark_cross_entropy")
+linear = importlib.import_module("benchmark.benchmark_fused_linear_cross_entropy")
+
+PEERS = ("liger_kernel", "cut_cross_entropy", "quack")
+QUICK = ("--rep-ms", "0", "--least", "1")
+SMALL_CE = ("--bt", "3", "--vocab", "8", "--dtype", "float32", *QUICK)
+SMALL_FLCE = ("--bt", "8", "--shapes", "4x8", "--dtype", "float32", "--backend", "torch", "--device", "cpu", *QUICK)
+
+
+@pytest.fixture(autouse=True)
+def no_peers(monkeypatch):
+    """As on a machine without them: importing one fails."""
+    for name in PEERS:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def run(module, tmp_path, *arguments):
+    """The rows that a benchmark wrote."""
+    path = tmp_path / "out.csv"
+    module.main([*arguments, "--out", str(path)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert tuple(row) == common.COLUMNS
+        assert row["device"] == ("cpu" if "cpu" in arguments else common.default_device().type)
+        assert float(row["y_value_20"]) <= float(row["y_value_50"]) <= float(row["y_value_80"])
+    return rows
+
+
+def config(row):
+    return json.loads(row["extra_benchmark_config_str"])
+
+
+def test_cross_entropy(tmp_path, capsys):
+    names = ("liger_triton", "liger_triton_in_place", "torch", "liger_kernel", "quack")
+    chosen = ("--providers", *names, "--reduction", "none_mean", "none_strided", "mean")
+    rows = run(cross_entropy, tmp_path, *SMALL_CE, *chosen)
+    speed = {
+        (row["kernel_provider"], row["kernel_operation_mode"], config(row)["usage"])
+        for row in rows
+        if row["metric_name"] == "speed"
+    }
+    for name in (*names[:3], "copy"):
+        for mode in ("full", "backward"):
+            assert {(name, mode, usage) for usage in ("none_mean", "none_strided", "mean")} <= speed
+        assert (name, "no-grad-forward", "mean") in speed
+        assert (name, "forward", "none_strided") not in speed, "a forward does not depend on the upstream gradient"
+    assert not {name for name, _, _ in speed} & {"liger_kernel", "quack"}
+    ratios = [row for row in rows if row["metric_name"] == "ratio_to_floor"]
+    assert {row["kernel_provider"] for row in ratios} == set(names[:3])
+    printed = capsys.readouterr().out
+    assert "| none+mean |" in printed
+    assert "not measured: quack" in printed
+    assert "not measured: liger_kernel (BT=3 V=8 float32): ModuleNotFoundError" in printed
+
+
+def test_errors_and_bits(tmp_path, capsys):
+    arguments = ("--providers", "torch", "--mode", "memory", "--reduction", "mean", "--errors", "--bitwise")
+    rows = run(cross_entropy, tmp_path, *SMALL_CE, *arguments)
+    errors = {row["kernel_provider"]: float(row["y_value_50"]) for row in rows if row["metric_name"] == "loss_error"}
+    assert set(errors) == {"torch", "liger_triton_fp32_loss"}
+    assert max(errors.values()) < 1e-4
+    printed = capsys.readouterr().out
+    assert printed.count("| equal | yes |") == len(cross_entropy.BITWISE_USAGES) * len(cross_entropy.BITWISE_DTYPES)
+    assert "DIFFERENT" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--reduction", "none_sum", "mean", "sum"), "--in-place needs none_* reductions: the gradient of mean, sum"),
+        (("--reduction", "none_sum", "--providers", "torch"), "providers that may overwrite the logits, not torch"),
+    ],
+)
+def test_in_place_is_one_clear_error(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        cross_entropy.main([*SMALL_CE, "--in-place", *arguments])
+    assert capsys.readouterr().err.count("error:") == 1
+    top = cross_entropy.parser()
+    with pytest.raises(SystemExit):
+        cross_entropy.chosen_providers(top.parse_args(["--in-place", *arguments]), top)
+    assert message in capsys.readouterr().err
+
+
+def test_in_place_takes_those_that_overwrite():
+    top = cross_entropy.parser()
+    chosen = cross_entropy.chosen_providers(top.parse_args(["--in-place", "--reduction", "none_sum"]), top)
+    assert [provider.name for provider in chosen] == ["liger_triton_in_place", "liger_kernel", "quack_in_place"]
+
+
+def test_linear_cross_entropy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(linear.IGNORE_FRACTION_VARIABLE, "0.5, 1")
+    chosen = ("--providers", "liger_torch", "torch", "cce", "--reduction", "mean", "none")
+    rows = run(linear, tmp_path, *SMALL_FLCE, *chosen)
+    speed = {
+        (row["kernel_provider"], config(row)["ignored"], config(row)["reduction"])
+        for row in rows
+        if row["metric_name"] == "speed"
+    }
+    for reduction in ("mean", "none"):
+        assert {("liger_torch", ignored, reduction) for ignored in (0.5, 1.0)} <= speed
+        assert ("gemms", 0.5, reduction) in speed
+        assert ("gemms", 1.0, reduction) not in speed, "nothing is labelled"
+    assert ("torch", 1.0, "mean") not in speed, "torch's mean of nothing is NaN"
+    printed = capsys.readouterr().out
+    assert "| 4x8 BT=8 ignored=50% mean | 0.50 |" not in printed, "there is no time with all rows labelled"
+    assert "not measured: cce (4x8 BT=8 ignored=50% and 1 more): ModuleNotFoundError" in printed
+    assert "not measured: torch (4x8 BT=8 ignored=100% mean): ArithmeticError" in printed
+
+
+def test_time_against_all_rows_labelled(tmp_path, capsys):
+    run(linear, tmp_path, *SMALL_FLCE, "--providers", "liger_torch", "--ignore-fraction", "0", "0.25")
+    assert "| 4x8 BT=8 ignored=25% mean | 0.75 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [("--frozen-head",), ("--no-grad",), ("--frozen-head", "--reduction", "none")])
+def test_linear_settings(tmp_path, flags):
+    rows = run(linear, tmp_path, *SMALL_FLCE, "--providers", "liger_torch", "torch", *flags)
+    assert {row["kernel_provider"] for row in rows} == {"liger_torch", "torch", "gemms"}
+    mode = "no-grad-forward" if "--no-grad" in flags else "full"
+    assert {row["kernel_operation_mode"] for row in rows} == {mode}
+    assert {config(row)["frozen_head"] for row in rows} == {"--frozen-head" in flags}
+
+
+def test_chunk_sizes_errors_and_checks(tmp_path, capsys):
+    sizes = ("--chunk-size", "4", "64", "--error-size", "16", "8", "4")
+    rows = run(linear, tmp_path, *SMALL_FLCE, *sizes, "--checks", "--errors")
+    timed = {row["kernel_provider"] for row in rows if row["metric_name"] == "speed"}
+    assert timed == {"liger_torch", "liger_torch_chunk4", "gemms"}, "64 rows do not fit into 8"
+    chunks = {
+        float(row["x_value"]): float(row["y_value_50"])
+        for row in rows
+        if row["metric_name"] == "dW_error" and row["kernel_provider"] == "liger_torch accum float32"
+    }
+    assert set(chunks) == {1, 2, 4, 8, 16}
+    assert max(chunks.values()) < 3e-3
+    printed = capsys.readouterr().out
+    assert "| 4x8 BT=8 ignored=0% | 4 |" in printed
+    for check in ("last labels", "all ignored", "nan in ignored rows"):
+        assert f"| {check} | ok |" in printed
+    assert "FAILED" not in printed
+
+
+def test_a_check_can_fail(monkeypatch):
+    shape = linear.Shape("4x8", 4, 8, "")
+    checks = linear.Checks(linear.Case(shape, 8, 0.0, torch.float32, torch.device("cpu")), "torch")
+    monkeypatch.setattr(linear.linear, "_labelled_rows", lambda call, plan: None)
+    assert checks.all_ignored()[0] == checks.nan_in_ignored_rows()[0] == "FAILED"
+
+
+@pytest.mark.parametrize("text", ["4", "llama", "4x8x2"])
+def test_unknown_shape(text, capsys):
+    with pytest.raises(SystemExit):
+        linear.main(["--shapes", text])
+    assert "neither HxV" in capsys.readouterr().err
+
+
+def test_show_covers_the_published_shapes():
+    first, *_, sweep = linear.show_jobs("triton")
+    assert [(shape.hidden, shape.vocab) for shape in first.shapes] == [
+        (2048, 128256),
+        (2048, 151936),
+        (2560, 262208),
+        (4096, 151936),
+        (4096, 128256),
+    ]
+    assert all(provider.default for provider in first.providers)
+    assert {provider.chunk_size for provider in sweep.providers} > {None, 1024}
+
+
+def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
+    known = cross_entropy.cross_entropy_providers()
+
+    def double(logits, target, reduction):
+        return 2 * F.cross_entropy(logits, target, reduction=reduction)
+
+    known["double"] = providers.Provider("double", lambda: double)
+    monkeypatch.setattr(cross_entropy, "cross_entropy_providers", lambda: known)
+    rows = run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "double", "torch", "--mode", "full")
+    assert "double" not in {row["kernel_provider"] for row in rows}
+    assert "ArithmeticError: the loss is off by 1 of its norm" in capsys.readouterr().out
+
+
+def test_out_of_time_is_said(tmp_path, capsys):
+    rows = run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--budget-s", "0")
+    assert rows == []
+    assert "not measured: everything (BT=3 V=8 float32): out of time" in capsys.readouterr().out
+
+
+def test_a_step_that_fails_is_left_out():
+    failed = {}
+    calls = []
+
+    def broken():
+        raise RuntimeError("no")
+
+    def breaks_later():
+        calls.append(None)
+        if len(calls) == 4:
+            raise RuntimeError("no more")
+
+    steps = {"broken": lambda: broken, "breaks later": lambda: breaks_later, "works": lambda: lambda: None}
+    sizing = common.Sizing(time_ms=1, least=6, most=6)
+    times = common.device_ms(steps, torch.device("cpu"), sizing, failed.__setitem__)
+    assert set(times) == {"works"}
+    assert {name: str(error) for name, error in failed.items()} == {"broken": "no", "breaks later": "no more"}
+    assert len(calls) == 4
+
+
+def test_repeats():
+    assert [common.Sizing(100, 5, 40).repeats(ms) for ms in (0.0, 1.0, 4.0, 1000.0)] == [40, 40, 25, 5]
+    assert "".join(common.spread({"a": 4, "b": 2})) == "aabaab"
+    assert common.spread({}) == []
+
+
+def stand_in(name, **attributes):
+    module = types.ModuleType(name)
+    vars(module).update(attributes)
+    return module
+
+
+class LigerKernelCrossEntropy:
+    """With the arguments of liger-kernel 0.8.5."""
+
+    @staticmethod
+    def apply(_input, target, weight, ignore_index, z, smoothing, reduction, softcap, rz, ra, rp):
+        assert (weight, z, smoothing, softcap, rz, ra, rp) == (None, 0.0, 0.0, None, False, False, False)
+        return F.cross_entropy(_input, target, ignore_index=ignore_index, reduction=reduction), None, None, None
+
+
+class LigerKernelLinear:
+    """With the arguments of liger-kernel 0.8.5."""
+
+    @staticmethod
+    def apply(
+        _input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0,
+        label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None,
+    ):  # fmt: skip
+        assert (bias, ce_weight, lse_square_scale, label_smoothing, softcap) == (None, None, 0.0, 0.0, None)
+        assert return_z_loss is False
+        assert accum_dtype in (None, torch.float32)
+        loss = F.cross_entropy(F.linear(_input, weight), target, ignore_index=ignore_index, reduction=reduction)
+        return loss, None, None, None
+
+
+def cce(e, c, targets, ignore_index=-100, softcap=None, reduction="mean", shift=False, filter_eps="auto", impl="cce"):
+    """With the arguments of cut-cross-entropy 25.1.1."""
+    return F.cross_entropy(F.linear(e, c), targets, ignore_index=ignore_index, reduction=reduction)
+
+
+def quack_chunked(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
+    """With the arguments of quack-kernels 0.6.5."""
+    return F.cross_entropy(F.linear(x, weight), target, ignore_index=ignore_index, reduction=reduction)
+
+
+def quack(x, target, lse_partial=None, weight=None, ignore_index=-100, reduction="mean", inplace_backward=False):
+    """With the arguments of quack-kernels 0.6.5."""
+    return F.cross_entropy(x, target, weight, ignore_index=ignore_index, reduction=reduction)
+
+
+def test_adapters(tmp_path, monkeypatch, capsys):
+    """Every peer is called with arguments it takes, and what it computes is the loss."""
+    function = {"LigerCrossEntropyFunction": LigerKernelCrossEntropy}
+    for module in (
+        stand_in("liger_kernel"),
+        stand_in("liger_kernel.ops", **function, LigerFusedLinearCrossEntropyFunction=LigerKernelLinear),
+        stand_in("cut_cross_entropy", linear_cross_entropy=cce, __version__="25.1.1"),
+        stand_in("quack"),
+        stand_in("quack.cross_entropy", cross_entropy=quack),
+        stand_in("quack.linear_cross_entropy", chunked_linear_cross_entropy=quack_chunked),
+    ):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = ("liger_kernel", "quack", "quack_in_place")
+    rows = run(cross_entropy, tmp_path, *SMALL_CE, "--mode", "full", "--providers", *names)
+    assert {row["kernel_provider"] for row in rows} == {*names, "copy"}
+    names = ("liger_kernel", "liger_kernel_fp32", "cce", "cce_exact", "quack", "torch_chunked")
+    rows = run(linear, tmp_path, *SMALL_FLCE, "--providers", *names)
+    missing = set() if hasattr(torch.nn, "LinearCrossEntropyOptions") else {"torch_chunked"}
+    assert {row["kernel_provider"] for row in rows} == {*names, "gemms"} - missing
+    assert "cut-cross-entropy 25.1.1" in {config(row)["version"] for row in rows}
+    assert ("not measured" in capsys.readouterr().out) == bool(missing)

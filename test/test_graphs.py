@@ -1,0 +1,194 @@
+"""Traced and captured graphs: torch.compile, torch.export, the opaque operators, CUDA graphs, no waiting for the device."""
+
+import pytest
+import torch
+
+import liger
+from liger import operators
+from liger.call import Call, Needs, Recipe
+from liger.options import CrossEntropyOptions
+
+EXTRAS = {
+    "label_smoothing": 0.1,
+    "softcap": 5.0,
+    "lse_square_scale": 1e-3,
+    "return_z_loss": True,
+    "return_token_accuracy": True,
+    "return_predicted_tokens": True,
+}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own tracing
+
+
+def module_of(subject, **options):
+    modules = {True: liger.LigerFusedLinearCrossEntropyLoss, False: liger.LigerCrossEntropyLoss}
+    return modules[subject.fused](backend=subject.row.backend, **options)
+
+
+def outcome(loss, inputs, upstream=None):
+    """Everything a step gives: outputs, then gradients."""
+    leaves = inputs.leaves()
+    given = (leaves.weight, leaves.input, leaves.target) if leaves.weight is not None else (leaves.input, leaves.target)
+    output = loss(*given)
+    output = output if isinstance(output, tuple) else (output,)
+    output[0].backward(upstream if upstream is not None else torch.ones_like(output[0]))
+    gradients = [leaf.grad for leaf in (leaves.input, leaves.weight) if leaf is not None]
+    return [tensor.detach() for tensor in output if tensor is not None] + gradients
+
+
+@pytest.mark.parametrize("options", [{}, EXTRAS], ids=["plain", "extras"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_C1_compiled_equals_eager_with_dynamic_rows(loss, reduction, options):
+    """fullgraph from a cold start; other row counts, with other numbers of ignored rows, need no second compilation."""
+    loss.needs()
+    torch._dynamo.reset()
+    module = module_of(loss, reduction=reduction, **options)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, stance in ((12, "default"), (20, "fail_on_recompile"), (33, "fail_on_recompile")):
+        inputs = loss.inputs(rows, 67, seed=rows)
+        inputs.target[::4] = -100
+        upstream = torch.arange(rows, device=inputs.target.device) * 0.5 if reduction == "none" else None
+        with torch.compiler.set_stance(stance):
+            traced = outcome(compiled, inputs, upstream)
+        for ours, theirs in zip(outcome(module, inputs, upstream), traced, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_C1_inductor_equals_eager(loss):
+    loss.needs()
+    torch._dynamo.reset()
+    module = module_of(loss)
+    inputs = loss.inputs(12, 67)
+    compiled = torch.compile(module, fullgraph=True)
+    for eager, traced in zip(outcome(module, inputs), outcome(compiled, inputs), strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_C1_function_options_may_be_dynamic_numbers(loss):
+    """Floats passed through a compiled function become symbols under dynamic shapes."""
+    loss.needs()
+    torch._dynamo.reset()
+    inputs = loss.inputs(8, 67)
+
+    def step(input, weight, target, smoothing):
+        backend = loss.row.backend
+        if weight is None:
+            return liger.liger_cross_entropy(input, target, label_smoothing=smoothing, backend=backend)
+        return liger.liger_fused_linear_cross_entropy(input, weight, target, label_smoothing=smoothing, backend=backend)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for smoothing in (0.1, 0.2):
+        given = (inputs.input, inputs.weight, inputs.target, smoothing)
+        assert torch.equal(compiled(*given), step(*given))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_opcheck(loss, reduction):
+    """Schema, fake and gradient of the operators agree with what they do."""
+    loss.needs()
+    leaves = loss.inputs(6, 37).leaves()
+    needs = Needs(True, loss.fused, False)
+    dtype = leaves.input.dtype
+    in_backward = reduction == "none" or not loss.fused
+    recipe = Recipe(CrossEntropyOptions(reduction=reduction), needs, dtype, dtype, in_backward, loss.row.backend)
+    call = Call(leaves.input, leaves.target, leaves.weight, None, None, recipe)
+    text, numbers = recipe.encode()
+    torch.library.opcheck(operators.loss, (*call.tensors, text, *numbers))
+
+
+def test_recipes_survive_their_text():
+    options = CrossEntropyOptions(**EXTRAS, reduction="sum", accum_dtype=torch.float32, chunk_size=7, ignore_index=-1)
+    recipe = Recipe(options, Needs(True, False, True), torch.bfloat16, torch.float32, True, None)
+    text, numbers = recipe.encode()
+    assert Recipe.decode(text, *numbers) == recipe
+
+
+def test_a_bad_call_is_refused_under_compile_too(loss):
+    loss.needs()
+    torch._dynamo.reset()
+    inputs = loss.inputs(8, 67)
+    compiled = torch.compile(module_of(loss), fullgraph=True, backend="aot_eager")
+    given = (inputs.weight, inputs.input, inputs.target[:3]) if loss.fused else (inputs.input, inputs.target[:3])
+    with pytest.raises(Exception, match="target must have input's shape"):
+        compiled(*given)
+
+
+def test_export_holds_the_operator(loss):
+    loss.needs()
+    inputs = loss.inputs(8, 67)
+    given = (inputs.weight, inputs.input, inputs.target) if loss.fused else (inputs.input, inputs.target)
+    with torch.no_grad():
+        module = module_of(loss)
+        exported = torch.export.export(module, given)
+        assert "liger.loss" in str(exported.graph)
+        assert torch.equal(exported.module()(*given), module(*given))
+
+
+@pytest.fixture
+def sync_is_an_error():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("options", [{}, EXTRAS], ids=["plain", "extras"])
+def test_C5_cross_entropy_never_waits(reduction, options, sync_is_an_error):
+    logits = torch.randn(64, 1000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(64, device="cuda")
+    output = liger.liger_cross_entropy(logits, target, reduction=reduction, backend="triton", **options)
+    (output if isinstance(output, torch.Tensor) else output.loss).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["ce", "flce"])
+def test_C5_a_captured_step_replays_with_other_targets_and_counts(fused):
+    """Nothing of the captured call's targets, their number included, is baked into the graph."""
+    rows, hidden, vocab = 64, 32, 1000
+    x = torch.randn(rows, hidden if fused else vocab, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocab, (rows,), device="cuda")
+
+    def step():
+        if fused:
+            return liger.liger_fused_linear_cross_entropy(x, weight, target, backend="triton")
+        return liger.liger_cross_entropy(x, target, backend="triton")
+
+    leaves = (x, weight) if fused else (x,)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            torch.autograd.grad(step(), leaves)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+        gradients = torch.autograd.grad(loss, leaves)
+    for ignored in (0, 1, 40, rows):
+        with torch.no_grad():
+            x.normal_()
+            target.random_(vocab)
+            target[:ignored] = -100
+        graph.replay()
+        # Eager calls may leave ignored rows out of their GEMMs, whose results then differ in their last bits.
+        wanted = step()
+        torch.testing.assert_close(loss, wanted, rtol=2**-7, atol=0)
+        for got, expected in zip(gradients, torch.autograd.grad(wanted, leaves), strict=True):
+            torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
+            assert expected.any() == (ignored < rows)
+
+
+@pytest.mark.gpu
+def test_C6_one_compilation_for_every_count():
+    from liger.backends.triton import kernels
+
+    logits = torch.randn(64, 777, device="cuda", requires_grad=True)
+    target = torch.arange(64, device="cuda")
+    compilations = []
+    for valid in (64, 1, 2, 16, 17, 32):
+        target[valid:] = -100
+        liger.liger_cross_entropy(logits, target, backend="triton").backward()
+        caches = kernels.rows_kernel.device_caches
+        compilations.append(sum(len(cache[0]) for cache in caches.values()))
+    assert len(set(compilations)) == 1
