@@ -40,6 +40,7 @@ from .common import (
     Quantiles,
     Report,
     Sizing,
+    SustainedLoad,
     default_device,
     describe,
     device_ms,
@@ -266,6 +267,8 @@ def measure_case(
     steps = {use.provider.name: use.prepare for use in ready}
     if case.labelled:
         steps = {GEMMS: lambda: functools.partial(case.bare_gemms, setting), **steps}
+    load = SustainedLoad(case.device)
+    steps = {name: load.before(prepare) for name, prepare in steps.items()}
     times = device_ms(steps, case.device, sizing, lambda name, error: report.failed(name, where, error))
     results.found |= {(*key, "ms", name): found for name, found in times.items()}
     for name, found in times.items():

@@ -55,13 +55,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default=None)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunks", type=int, nargs="*", default=CHUNKS)
+    parser.add_argument("--accum", nargs="*", default=["bfloat16", "float32"])
+    parser.add_argument("--rows", type=int, nargs="*", default=OTHER_ROWS, help="other row counts, at V=128256 H=4096")
     args = parser.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     table = []
-    for rows, vocab, hidden in (*SHAPES, *((rows, 128256, 4096) for rows in OTHER_ROWS)):
+    for rows, vocab, hidden in (*SHAPES, *((rows, 128256, 4096) for rows in args.rows)):
         problem = Problem(rows, vocab, hidden)
         bare_ms = time_ms(problem.bare, flush, args.repeats)
-        sweep = [(chunk, accum) for accum in (torch.bfloat16, torch.float32) for chunk in CHUNKS if chunk <= rows]
+        dtypes = [getattr(torch, name) for name in args.accum]
+        sweep = [(chunk, accum) for accum in dtypes for chunk in args.chunks if chunk <= rows]
         for chunk, accum in (*sweep, (None, None)):
             peak = problem.extra_peak_mib(chunk, accum)
             ms = time_ms(lambda p=problem, c=chunk, a=accum: p.step(c, a), flush, args.repeats)

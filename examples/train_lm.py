@@ -131,7 +131,7 @@ def make_parser() -> OneLineParser:
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     add("--dtype", choices=DTYPES, default="float32", help="of the matrix products and the loss (default: float32)")
     add("--backend", help="of the loss: triton, cutedsl, torch, auto (default: $LIGER_BACKEND, else auto)")
-    add("--steps", type=positive_int, default=150, help="optimizer steps (default: 150)")
+    add("--steps", type=positive_int, default=120, help="optimizer steps (default: 120)")
     add("--batch", type=positive_int, default=8, help="sequences a step (default: 8)")
     add("--seq", type=positive_int, default=128, help="tokens a sequence (default: 128)")
     add("--dim", type=positive_int, default=128, help="hidden size (default: 128)")
@@ -139,8 +139,10 @@ def make_parser() -> OneLineParser:
     add("--heads", type=positive_int, default=4, help="attention heads (default: 4)")
     add("--tied", action="store_true", help="the head's weight is the embedding")
     add("--untied", action="store_false", dest="tied", help="the head has its own weight (default; learns faster)")
-    add("--lr", type=positive_float, default=6e-3, help="highest learning rate; blocks take a quarter (default: 0.006)")
-    add("--check-every", type=positive_int, default=25, help="steps between checks: unfused, held-out (default: 25)")
+    add(
+        "--lr", type=positive_float, default=0.012, help="highest learning rate; blocks take a quarter (default: 0.012)"
+    )
+    add("--check-every", type=positive_int, default=20, help="steps between checks: unfused, held-out (default: 20)")
     add("--seed", type=seed, default=0, help="of text order, initial weights and batches (default: 0)")
     add("--out", type=Path, default=Path("train_lm.png"), help="the loss curve (default: train_lm.png)")
     return parser

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "ipu", "xla"})
+"""Asking about any other device type is an error in torch."""
+
 
 def recording(tensor: Tensor) -> bool:
     """Whether a graph that cannot wait for the host is being made: traced, or captured on the tensor's device."""
@@ -17,7 +20,7 @@ def recording(tensor: Tensor) -> bool:
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast projects in on the tensor's device; None where it is off."""
     device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 

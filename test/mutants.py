@@ -1,4 +1,195 @@
+"""Breaks the package in known ways and asks the tests: `python test/mutants.py` (`--write` puts the table into the docs).
+
+Every mutant is a text replacement in a temporary copy; the working tree is never touched. The tests run on the torch
+backend, whose mathematics `liger/spec.py` is. One that survives is a hole in the suite, and makes the exit status 1.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = ()
+PAGE = ROOT / "docs" / "mutations.md"
+TESTS = ["test_spec.py", "test_targets.py", "test_numerics.py", "test_autograd.py", "test_linear.py", "test_shapes.py"]
+ONLY = "torch-cpu"
+FIRST_FAILURE = re.compile(r"^FAILED test/(\S+)", re.MULTILINE)
+BEGIN, END = "<!-- generated: mutants -->", "<!-- /generated -->"
+SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way to break one file."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        """The broken source.
+
+        Raises:
+            ValueError: the text to replace is not there exactly once: the mutant has to follow the code.
+        """
+        if source.count(self.old) != 1:
+            raise ValueError(f"mutant {self.what!r}: {self.file} has {source.count(self.old)} times: {self.old}")
+        return source.replace(self.old, self.new)
+
+
+SPEC, LINEAR, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/autograd.py"
+
+MATHEMATICS = (
+    Mutant("drop the one-hot", SPEC, ".scatter_add_(1, index[:, None], -b[:, None])", ""),
+    Mutant("double the scale", SPEC, "t = torch.where(in_range, t, torch.nan)", "t = torch.where(in_range, 2 * t, torch.nan)"),
+    Mutant(
+        "divide by all rows",
+        SPEC,
+        "count = valid.sum(dtype=dtype)",
+        "count = torch.ones_like(valid).sum(dtype=dtype)",
+    ),
+    Mutant(
+        "forget class weights in D",
+        SPEC,
+        "return Divisors(mass.sum(dtype=dtype), count)",
+        "return Divisors(count, count)",
+    ),
+    Mutant(
+        "use lse - s_y",
+        SPEC,
+        "nll = log_sum - stats.target_logit",
+        "nll = (stats.maximum + log_sum) - (stats.maximum + stats.target_logit)",
+    ),
+    Mutant(
+        "round the loss early",
+        SPEC,
+        "(rows if keep_rows else rows.sum()).to(loss_dtype)",
+        "(rows if keep_rows else rows.to(loss_dtype).sum()).to(loss_dtype)",
+    ),
+    Mutant("drop the upstream gradient", SPEC, "t = t * grad_loss.to(t.dtype)", "t = t * torch.ones_like(t)"),
+    Mutant(
+        "let padding carry mass",
+        SPEC,
+        "shifted.exp_().sum(-1)",
+        "shifted.exp_().sum(-1) + (-s.shape[1] % 128) * torch.exp(-maximum)",
+    ),
+    Mutant("scale ignored rows", SPEC, "return grad.masked_fill_(~valid[:, None], 0)", "return grad"),
+    Mutant("skip the softcap derivative", SPEC, "grad *= 1 - (s / options.softcap) ** 2", "grad *= 1"),
+)
+
+AROUND_IT = (
+    Mutant("divide the z-loss by D", SPEC, "_inverse(divisors.z))", "_inverse(divisors.core))"),
+    Mutant("smooth without class weights", SPEC, "shifted.sum(-1) if w is None else shifted @ w", "shifted.sum(-1)"),
+    Mutant("predict for ignored rows", SPEC, "torch.where(valid, stats.argmax, -1)", "stats.argmax"),
+    Mutant("let a wrong target read class 0", SPEC, "shifted.gather(1, index[:, None])[:, 0], torch.nan)", "shifted.gather(1, index[:, None])[:, 0], shifted[:, 0])"),
+    Mutant("accept target V", "liger/checks.py", "(target >= vocab))", "(target > vocab))"),
+    Mutant("ignore grad mode", "liger/run.py", "on = torch.is_grad_enabled()", "on = True"),
+    Mutant("hand out what is saved", AUTOGRAD, "    if retained:\n        saved = _copies(saved)\n", ""),
+    Mutant("allow a second derivative", AUTOGRAD, "if torch.is_grad_enabled():", "if False:"),
+    Mutant("keep only the last chunk", LINEAR, "first=not self.started)", "first=True)"),
+    Mutant("never skip a row", LINEAR, "return index if plan.skips(index.shape[0]) else None", "return None"),
+    Mutant("forget to scatter", LINEAR, "self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))", "self.input[span] = rows"),
+    Mutant("sum many chunks in bf16", LINEAR, "and chunks <= FEW_CHUNKS", ""),
+)
+MUTANTS = MATHEMATICS + AROUND_IT
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests said."""
+
+    mutant: Mutant
+    killer: str | None
+    """The first test that failed; None: it survived."""
+
+
+def tested(copy: Path) -> subprocess.CompletedProcess[str]:
+    """The tests, up to the first failure, on the package in a copy of the tree."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", ONLY]
+    tests = [f"test/{name}" for name in TESTS]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    return subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def copied(to: Path) -> Path:
+    """A copy of the package and its tests."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("liger", "test"):
+        shutil.copytree(ROOT / name, to / name, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", to)
+    return to
+
+
+def judged(mutant: Mutant | None) -> Verdict | None:
+    """The verdict on a mutant; on None, nothing, after the tests have passed on the copy that no mutant has touched.
+
+    Raises:
+        RuntimeError: the tests could not run, or fail without a mutant.
+    """
+    with tempfile.TemporaryDirectory(prefix="liger-mutant-") as folder:
+        copy = copied(Path(folder))
+        if mutant is not None:
+            path = copy / mutant.file
+            path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
+        try:
+            run = tested(copy)
+        except subprocess.TimeoutExpired:
+            return Verdict(mutant, f"all of them, by running for more than {SECONDS} s") if mutant else None
+    failure = FIRST_FAILURE.search(run.stdout)
+    if mutant is None:
+        if run.returncode != 0:
+            raise RuntimeError(f"the tests fail without any mutant:\n{run.stdout}{run.stderr}")
+        return None
+    if run.returncode == 0:
+        return Verdict(mutant, None)
+    if run.returncode != 1 or failure is None:
+        raise RuntimeError(f"mutant {mutant.what!r} broke the run, not a test:\n{run.stdout}{run.stderr}")
+    return Verdict(mutant, failure.group(1))
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """The verdicts in Markdown."""
+    lines = ["| mutant | file | verdict | first test that fails |", "| --- | --- | --- | --- |"]
+    for verdict in verdicts:
+        killer = "" if verdict.killer is None else f"`{verdict.killer}`"
+        word = "survived" if verdict.killer is None else "killed"
+        lines.append(f"| {verdict.mutant.what} | `{verdict.mutant.file}` | {word} | {killer} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the table into docs/mutations.md")
+    parser.add_argument("--jobs", type=int, default=2, help="test runs at a time (2)")
+    parser.add_argument("names", nargs="*", help="only mutants whose description contains one of these")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if not arguments.names or any(name in m.what for name in arguments.names)]
+    for mutant in chosen:  # before the first minute is spent
+        mutant.apply((ROOT / mutant.file).read_text("utf-8"))
+    judged(None)
+    verdicts: list[Verdict] = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for verdict in pool.map(judged, chosen):
+            if verdict is not None:
+                verdicts.append(verdict)
+                print(f"{'survived' if verdict.killer is None else 'killed':9}{verdict.mutant.what}: {verdict.killer}")
+    survivors = [verdict for verdict in verdicts if verdict.killer is None]
+    print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants killed")
+    if arguments.write:
+        before, rest = PAGE.read_text("utf-8").split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(verdicts)}\n{END}{rest.split(END)[1]}", "utf-8")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

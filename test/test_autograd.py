@@ -312,6 +312,7 @@ def test_A13_forward_mode_raises(loss, place):
             loss(replace(inputs, **{place: dual}))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own transforms, when they are first used
 def test_A13_function_transforms_raise(loss):
     inputs = loss.inputs(4, 40)
 

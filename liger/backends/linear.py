@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
 CPU_SLAB_BYTES = 64 << 20
 GPU_SLAB_BYTES = 2 << 30
-GPU_CHUNKS = 3
 GPU_CHUNK_ROWS = (2048, 4096)
-"""On a GPU: three chunks, within these bounds. Every chunk rereads and rewrites the weight gradient's accumulator, which
-costs about (93 if bf16 else 186) / rows of the GEMMs' time: below 2048 rows that shows, above 4096 it does not, and three
-chunks keep the peak below 60 % of unfused memory (one H200, 2026-11-29, benchmark/data/tune_chunks_h200.csv)."""
+"""On a GPU: the first while that makes few chunks, else the second. Every chunk rereads and rewrites the weight gradient's
+accumulator, which shows below 2048 rows and no longer above 4096; and the input gradient's GEMM fills the multiprocessors
+in whole waves at these sizes, but not at those between (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
 FEW_CHUNKS = 4
 """Summing k bf16 chunks in bf16 multiplies one rounding's error by about sqrt((k + 1) / 2): 1.6 at 4."""
 SKIP_FRACTION = 1 / 16
@@ -117,8 +116,8 @@ def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
     if device_type == "cpu":
         rows = CPU_SLAB_BYTES // row_bytes
     else:
-        fewest, most = GPU_CHUNK_ROWS
-        rows = min(max(_round_up(-(-n // GPU_CHUNKS), GEMM_ROW_TILE), fewest), most, GPU_SLAB_BYTES // row_bytes)
+        small, large = GPU_CHUNK_ROWS
+        rows = min(small if n <= FEW_CHUNKS * small else large, GPU_SLAB_BYTES // row_bytes)
     return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
 
 
