@@ -70,6 +70,8 @@ def check_tensors(
     if weight is not None:
         check_accum_dtype(options.accum_dtype, weight.dtype)
     if options.in_place:
+        if torch.compiler.is_compiling():
+            raise ValueError("in_place must be False under torch.compile: a traced graph may not overwrite its inputs")
         _check_in_place(input)
 
 

@@ -17,6 +17,7 @@ from .autograd import gradients_in_backward, losses
 from .backends import RowKernels
 from .call import Call, Recipe
 from .checks import check_target_values
+from .context import without_autocast
 from .spec import compute_dtype
 
 
@@ -59,7 +60,8 @@ def loss(
     """The outputs asked for, then what backward needs."""
     numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
     call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
-    output, saved = losses(call, _kernels(call))
+    with without_autocast(input):  # a backend that traces without AOTAutograd runs this under the caller's
+        output, saved = losses(call, _kernels(call))
     return [tensor for tensor in (*output, *saved) if tensor is not None]
 
 
@@ -110,7 +112,8 @@ def loss_gradients(
     numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
     call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
     kernels = dispatch.resolve(call.request(), call.recipe.backend).kernels()
-    return [made for made in gradients_in_backward(call, kernels, lse, grad_loss) if made is not None]
+    with without_autocast(input):
+        return [made for made in gradients_in_backward(call, kernels, lse, grad_loss) if made is not None]
 
 
 @loss_gradients.register_fake

@@ -1,7 +1,8 @@
 """Breaks the package in known ways and asks the tests: `python test/mutants.py` (`--write` puts the table into the docs).
 
 Every mutant is a text replacement in a temporary copy; the working tree is never touched. The tests run on the torch
-backend, whose mathematics `liger/spec.py` is. One that survives is a hole in the suite, and makes the exit status 1.
+backend, which executes `liger/spec.py`, and where it takes one that scales its saved gradient in place, on Triton's
+interpreter. A mutant that survives is a hole in the suite, and makes the exit status 1.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mutations.md"
 TESTS = ["test_spec.py", "test_targets.py", "test_numerics.py", "test_autograd.py", "test_linear.py", "test_shapes.py"]
-ONLY = "torch-cpu"
+WITHOUT_KERNELS = "not triton and not cutedsl and not mutant"
 FIRST_FAILURE = re.compile(r"^FAILED test/(\S+)", re.MULTILINE)
 BEGIN, END = "<!-- generated: mutants -->", "<!-- /generated -->"
 SECONDS = 300
@@ -32,6 +33,8 @@ class Mutant:
     file: str
     old: str
     new: str
+    selected: str = WITHOUT_KERNELS
+    """Which tests may kill it, as pytest's -k takes it."""
 
     def apply(self, source: str) -> str:
         """The broken source.
@@ -44,6 +47,7 @@ class Mutant:
         return source.replace(self.old, self.new)
 
 
+TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/autograd.py"
 
 MATHEMATICS = (
@@ -88,15 +92,39 @@ AROUND_IT = (
     Mutant("divide the z-loss by D", SPEC, "_inverse(divisors.z))", "_inverse(divisors.core))"),
     Mutant("smooth without class weights", SPEC, "shifted.sum(-1) if w is None else shifted @ w", "shifted.sum(-1)"),
     Mutant("predict for ignored rows", SPEC, "torch.where(valid, stats.argmax, -1)", "stats.argmax"),
-    Mutant("let a wrong target read class 0", SPEC, "shifted.gather(1, index[:, None])[:, 0], torch.nan)", "shifted.gather(1, index[:, None])[:, 0], shifted[:, 0])"),
+    Mutant(
+        "let a wrong target read class 0",
+        SPEC,
+        "torch.where(in_range, shifted.gather(1, index[:, None])[:, 0], torch.nan)",
+        "shifted.gather(1, index[:, None])[:, 0]",
+    ),
     Mutant("accept target V", "liger/checks.py", "(target >= vocab))", "(target > vocab))"),
     Mutant("ignore grad mode", "liger/run.py", "on = torch.is_grad_enabled()", "on = True"),
     Mutant("hand out what is saved", AUTOGRAD, "    if retained:\n        saved = _copies(saved)\n", ""),
     Mutant("allow a second derivative", AUTOGRAD, "if torch.is_grad_enabled():", "if False:"),
     Mutant("keep only the last chunk", LINEAR, "first=not self.started)", "first=True)"),
     Mutant("never skip a row", LINEAR, "return index if plan.skips(index.shape[0]) else None", "return None"),
-    Mutant("forget to scatter", LINEAR, "self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))", "self.input[span] = rows"),
+    Mutant(
+        "forget to scatter",
+        LINEAR,
+        "self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))",
+        "self.input[span] = rows",
+    ),
     Mutant("sum many chunks in bf16", LINEAR, "and chunks <= FEW_CHUNKS", ""),
+    # What only a backend that scales its saved gradient in place, or writes into the logits, can show.
+    Mutant("scale a saved gradient twice", AUTOGRAD, "ctx.first_factor = grad_loss.detach().clone()", "", TRITON),
+    Mutant("let autograd add to what is saved", AUTOGRAD, "return _copies(saved)", "return saved", TRITON),
+    Mutant("reuse logits that hold a gradient", AUTOGRAD, "ctx.recipe.options.in_place and ctx.used", "False", TRITON),
+    Mutant(
+        "overwrite logits unseen",
+        "liger/backends/logits.py",
+        """        return results, None
+    if call.options.in_place:
+        torch.autograd.graph.increment_version(call.input)
+""",
+        "        return results, None\n",
+        TRITON,
+    ),
 )
 MUTANTS = MATHEMATICS + AROUND_IT
 
@@ -110,10 +138,10 @@ class Verdict:
     """The first test that failed; None: it survived."""
 
 
-def tested(copy: Path) -> subprocess.CompletedProcess[str]:
-    """The tests, up to the first failure, on the package in a copy of the tree."""
+def tested(copy: Path, selected: str) -> subprocess.CompletedProcess[str]:
+    """The selected tests, up to the first failure, on the package in a copy of the tree."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", ONLY]
+    options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", selected]
     tests = [f"test/{name}" for name in TESTS]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     return subprocess.run(
@@ -142,7 +170,7 @@ def judged(mutant: Mutant | None) -> Verdict | None:
             path = copy / mutant.file
             path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
         try:
-            run = tested(copy)
+            run = tested(copy, WITHOUT_KERNELS if mutant is None else mutant.selected)
         except subprocess.TimeoutExpired:
             return Verdict(mutant, f"all of them, by running for more than {SECONDS} s") if mutant else None
     failure = FIRST_FAILURE.search(run.stdout)

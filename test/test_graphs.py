@@ -112,6 +112,16 @@ def test_a_bad_call_is_refused_under_compile_too(loss):
         compiled(*given)
 
 
+def test_in_place_is_refused_under_compile(ce):
+    """A traced graph may not overwrite its inputs."""
+    ce.needs(in_place=True)
+    torch._dynamo.reset()
+    inputs = ce.inputs(8, 67)
+    compiled = torch.compile(module_of(ce, in_place=True), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="in_place must be False under torch.compile"):
+        compiled(inputs.input.requires_grad_(), inputs.target)
+
+
 def test_export_holds_the_operator(loss):
     loss.needs()
     inputs = loss.inputs(8, 67)

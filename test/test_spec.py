@@ -68,7 +68,7 @@ def test_gradient_is_the_derivative(loss, options):
         extra = {"bias": bias} if loss.fused else {}
         inputs = loss.inputs(3, 4, 2, dtype=torch.float64, scale=1.0, class_weight=class_weight, **extra)
         names = [name for name in ("input", "weight", "bias") if getattr(inputs, name) is not None]
-        chunks = {"chunk_size": 2} if loss.fused else {}
+        chunks = {"chunk_size": 1} if loss.fused else {}
 
         def call(*tensors, inputs=inputs, names=names, chunks=chunks):
             given = dict(zip(names, tensors, strict=True))

@@ -138,9 +138,10 @@ def plan_for(call: Call) -> Plan:
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
     """Row results and, unless backward makes them, the wanted gradients for an upstream gradient of 1."""
     plan = plan_for(call)
+    inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
     index = _labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
-    inputs = call.row_inputs() if index is None else call.row_inputs().select(index)
+    inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
     results = RowResults.empty(n, slab_like, call.options, keep_lse=call.recipe.gradient_in_backward)
     gradients = _Gradients(call, plan, index) if call.recipe.gradient_in_forward else None
@@ -158,8 +159,8 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
 def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
     """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum."""
     plan = plan_for(call)
-    index = _labelled_rows(call, plan)
     inputs = call.row_inputs()
+    index = _labelled_rows(call, plan)
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
     gradients = _Gradients(call, plan, index)
