@@ -35,7 +35,8 @@ def run(
     check_tensors(input, target, options, weight, bias, class_weight)
     tracing = torch.compiler.is_compiling()
     recipe = _recipe(input, weight, bias, options, backend, tracing)
-    call = Call(input.reshape(-1, input.shape[-1]), target.reshape(-1), weight, bias, class_weight, recipe)
+    flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    call = Call(flat, target if target.ndim == 1 else target.reshape(-1), weight, bias, class_weight, recipe)
     outputs: tuple[Any, ...]
     if tracing:
         outputs = traced_loss(call)

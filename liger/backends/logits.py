@@ -16,26 +16,29 @@ if TYPE_CHECKING:
 
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
     """Row results and, unless backward makes it or nobody wants it, the gradient for an upstream gradient of 1."""
-    logits = call.input.detach()
-    results = RowResults.empty(call.rows, logits, call.options, keep_lse=call.recipe.gradient_in_backward)
-    grad = _gradient_storage(call, logits) if call.recipe.gradient_in_forward else None
-    kernels.rows(logits, call.row_inputs(), results, grad)
+    recipe = call.recipe
+    results = RowResults.empty(call.rows, call.input, call.options, keep_lse=recipe.gradient_in_backward)
+    grad = _gradient_storage(call) if recipe.gradient_in_forward else None
+    kernels.rows(call.input, call.row_inputs(), results, grad)
     if grad is None:
         return results, None
-    if call.options.in_place:
-        torch.autograd.graph.increment_version(call.input)
+    _tell_autograd(call)
     return results, (grad, None, None)
 
 
 def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
     """The gradient with the upstream gradient of each row, `grad_loss` (N,), folded in before the one rounding."""
-    logits = call.input.detach()
-    grad = _gradient_storage(call, logits)
-    kernels.row_grad(logits, call.row_inputs(), lse, grad_loss, grad)
-    if call.options.in_place:
-        torch.autograd.graph.increment_version(call.input)
+    grad = _gradient_storage(call)
+    kernels.row_grad(call.input, call.row_inputs(), lse, grad_loss, grad)
+    _tell_autograd(call)
     return grad, None, None
 
 
-def _gradient_storage(call: Call, logits: Tensor) -> Tensor:
-    return logits if call.options.in_place else logits.new_empty(logits.shape)
+def _gradient_storage(call: Call) -> Tensor:
+    return call.input.detach() if call.options.in_place else call.input.new_empty(call.input.shape)
+
+
+def _tell_autograd(call: Call) -> None:
+    """Whoever else saved logits that now hold their gradient gets autograd's error, not a wrong number."""
+    if call.options.in_place:
+        torch.autograd.graph.increment_version(call.input)
