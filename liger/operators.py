@@ -24,11 +24,8 @@ from .spec import compute_dtype
 def traced_loss(call: Call) -> tuple[Tensor | None, ...]:
     """The call's outputs, (loss, z_loss, token_accuracy, predicted_tokens), as nodes of the graph being traced."""
     text, numbers = call.recipe.encode()
-    nodes = loss(*call.tensors, text, *numbers)
-    outputs: list[Tensor | None] = []
-    for asked in _asked_for(call.recipe):
-        outputs.append(nodes[len([o for o in outputs if o is not None])] if asked else None)
-    return tuple(outputs)
+    nodes = iter(loss(*call.tensors, text, *numbers))
+    return tuple([next(nodes) if asked else None for asked in _asked_for(call.recipe)])
 
 
 def _asked_for(recipe: Recipe) -> tuple[bool, bool, bool, bool]:
