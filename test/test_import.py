@@ -113,7 +113,8 @@ def test_E4_a_loss_on_the_cpu_loads_no_kernels_and_touches_no_gpu():
 
 def test_import_takes_at_most_a_tenth_of_a_second_beyond_torch():
     """The least of a few processes, so that what else the machine does is not counted."""
-    code = "import time, torch; start = time.perf_counter(); import liger; print(time.perf_counter() - start)"
+    # Of this process's own time: the tests that run beside this one must not decide.
+    code = "import time, torch; start = time.process_time(); import liger; print(time.process_time() - start)"
     fresh(code)  # writes the bytecode
     times_s = []
     while len(times_s) < 5 and min(times_s, default=1) > IMPORT_BOUND_S:

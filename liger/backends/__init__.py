@@ -6,12 +6,14 @@ differentiated in one place for all of them. To add one: write the module, add (
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..dispatch import Capability, Implementation, Op, Package, register
+from ..dispatch import Capability, Implementation, Op, Package, Request, register
 from ..spec import RowInputs, RowResults, RowStats
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -38,7 +40,16 @@ EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
 
+INTERPRETER = "TRITON_INTERPRET"
 TRITON = Package("triton", "triton", minimum=(3, 2), below=(4,))
+
+
+def _loaded_for_the_interpreter(request: Request) -> str | None:
+    """On CPU tensors: kernels that were loaded before TRITON_INTERPRET was set are compiled ones."""
+    module = sys.modules.get("liger.backends.triton")
+    if request.device.type != "cpu" or module is None or module.IS_INTERPRETED or os.environ.get(INTERPRETER) != "1":
+        return None
+    return f"{INTERPRETER} was set after the kernels were loaded: set it before the first call"
 
 
 def _triton(op: Op, options: frozenset[str]) -> Implementation:
@@ -49,7 +60,8 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
         options=options,
         min_capability=(8, 0),
         packages=(TRITON,),
-        interpreter="TRITON_INTERPRET",
+        interpreter=INTERPRETER,
+        rule=_loaded_for_the_interpreter,
     )
     return Implementation(op=op, backend="triton", module="liger.backends.triton", capability=capability)
 

@@ -73,7 +73,8 @@ class Plan:
         when = "gradients in backward" if self.recompute else "gradients in forward"
         gemm, accum = (str(dtype).removeprefix("torch.") for dtype in (self.gemm_dtype, self.accum_dtype))
         return (
-            f"{self.chunks} chunks of up to {self.chunk_rows} rows, {gemm} GEMMs, weight gradient summed in {accum}, {when}; "
+            f"{self.chunks} chunk{'' if self.chunks == 1 else 's'} of up to {self.chunk_rows} rows, {gemm} GEMMs, "
+            f"weight gradient summed in {accum}, {when}; "
             f"slab {self.slab_bytes / MIB:.1f} MiB, predicted peak {self.peak_bytes / MIB:.1f} MiB"
         )
 

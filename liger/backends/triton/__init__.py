@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .launch import processor_count, row_grad_launch, rows_launch
 
 SCALE_BLOCK = 4096
 SCALE_PROGRAMS_PER_PROCESSOR = 8
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as triton saw it when the kernels were defined
 IS_HIP = torch.version.hip is not None
 
 
