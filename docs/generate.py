@@ -1,12 +1,12 @@
 """Writes the generated parts of the documentation: `python docs/generate.py`; `--check` only says what is stale.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->` in a page of docs/.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->` in a page of docs/ or in README.md. What
+the registry says is made here, what was measured in `results`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import inspect
 import re
 import sys
@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import results
 import torch
+from results import table as _table
 
 import liger
 import liger.backends  # fills the table
 from liger.dispatch import DeviceInfo, Implementation, Request, table
 
 DOCS = Path(__file__).resolve().parent
-RESULTS = DOCS.parent / "benchmark" / "results"
+PAGES = (*sorted(DOCS.glob("*.md")), DOCS.parent / "README.md")
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 FUNCTIONS = {
@@ -45,17 +47,24 @@ def auto() -> str:
     return _table(head, ((str(device), *(_auto(op, device) for op in FUNCTIONS)) for device in DEVICES))
 
 
-def measured() -> str:
-    """Every benchmark result that is checked in, as it was written."""
-    parts = []
-    for path in sorted(RESULTS.glob("*.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            head, *rows = csv.reader(file)
-        parts.append(f"### {path.stem.replace('_', ' ')}\n\n{_table(head, rows)}")
-    return "\n".join(parts) or "No benchmark result is checked in yet.\n"
-
-
-PARTS: dict[str, Callable[[], str]] = {"support": support, "auto": auto, "measured": measured}
+MADE_ELSEWHERE = {"mutants"}
+"""By test/mutants.py, which takes minutes."""
+PARTS: dict[str, Callable[[], str]] = {
+    "support": support,
+    "auto": auto,
+    "measured": results.measured,
+    "ce_summary": results.ce_summary,
+    "flce_summary": results.flce_summary,
+    "faster_peers": results.faster_peers,
+    "copy_rate": results.copy_rate,
+    "launches": results.launches,
+    "chunk_sizes": results.chunk_sizes,
+    "accumulation": results.accumulation,
+    "gemm_rates": results.gemm_rates,
+    "clock": results.clock,
+    "host_time": results.host_time,
+    "sweeps": results.sweeps,
+}
 
 
 def _support(op: str) -> str:
@@ -79,8 +88,10 @@ def _devices(row: Implementation) -> str:
 
 
 def _archs(row: Implementation) -> str:
-    archs = row.capability.archs
-    return "any" if archs is None else ", ".join(_dotted(arch) for arch in sorted(archs))
+    archs, lowest = row.capability.archs, row.capability.min_capability
+    if archs is not None:
+        return ", ".join(_dotted(arch) for arch in sorted(archs))
+    return "any" if lowest is None else f"≥ {_dotted(lowest)}"
 
 
 def _dtypes(row: Implementation) -> str:
@@ -121,15 +132,13 @@ def _dotted(numbers: Iterable[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = tuple(head)
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
-
-
 def regenerate(page: str) -> str:
     """A page's text with its generated parts made anew."""
-    return PART.sub(lambda part: f"{part[1]}{PARTS[part[2]]()}{part[3]}", page)
+
+    def make(part: re.Match[str]) -> str:
+        return part[0] if part[2] in MADE_ELSEWHERE else f"{part[1]}{PARTS[part[2]]()}{part[3]}"
+
+    return PART.sub(make, page)
 
 
 def main() -> int:
@@ -138,15 +147,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
     check = parser.parse_args().check
     stale = False
-    for path in sorted(DOCS.glob("*.md")):
-        page = path.read_text(encoding="utf-8")
+    for path in PAGES:
+        page, name = path.read_text(encoding="utf-8"), path.relative_to(DOCS.parent)
         if (new := regenerate(page)) != page:
             stale = True
             if check:
-                print(f"docs/{path.name} is stale: run python docs/generate.py", file=sys.stderr)
+                print(f"{name} is stale: run python docs/generate.py", file=sys.stderr)
             else:
                 path.write_text(new, encoding="utf-8")
-                print(f"wrote docs/{path.name}")
+                print(f"wrote {name}")
     return int(check and stale)
 
 

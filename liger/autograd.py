@@ -91,7 +91,7 @@ def _saved_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
     kernels = ctx.implementation.kernels()
     if ctx.first_factor is not None and bool(ctx.first_factor != 1):
         raise RuntimeError(
-            "this loss's saved gradient was scaled by the first backward's upstream gradient, which was not 1; "
+            "this loss's saved gradient was scaled by an earlier backward's upstream gradient, which was not 1; "
             "backward again needs a new forward, reduction='none', or backend='torch'"
         )
     retained = torch._C._autograd._get_current_graph_task_keep_graph() and not ctx.recipe.options.in_place

@@ -47,7 +47,7 @@ def liger_cross_entropy(
         return_predicted_tokens: also return the arg max.
         loss_dtype: dtype of the loss; None is the input's (fp32 under autocast). Triton only.
         in_place: the gradient takes the logits' storage, and the graph becomes single-use. Triton only.
-        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
         The loss, () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was asked for. Computed in
@@ -116,7 +116,7 @@ def liger_fused_linear_cross_entropy(
         accum_dtype: dtype in which `weight`'s gradient is summed over chunks: its own, or fp32; None lets the plan choose.
         use_token_scaling: scale each row by the detached probability of its target.
         chunk_size: rows of logits that exist at once; None lets the plan choose.
-        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
         The loss, fp32 (fp64 for fp64 input), () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was

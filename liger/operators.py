@@ -128,6 +128,21 @@ def _(
     return _fake_gradients(input, weight, bias, Recipe.decode(recipe))
 
 
+@torch.library.custom_op("liger::scaled_gradients", mutates_args=())
+def scaled_gradients(saved: list[Tensor], grad_loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Saved gradients times the upstream gradient: in fp32, rounded once, as the backends' own scaling.
+
+    `inputs`, the tensors these are gradients of, are not read. They tell autograd that the result depends on them, so that
+    a second derivative is an error and not a silent part of itself.
+    """
+    return [(gradient.to(compute_dtype(gradient.dtype)) * grad_loss).to(gradient.dtype) for gradient in saved]
+
+
+@scaled_gradients.register_fake
+def _(saved: list[Tensor], grad_loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(gradient) for gradient in saved]
+
+
 def _fake_gradients(input: Tensor, weight: Tensor | None, bias: Tensor | None, recipe: Recipe) -> list[Tensor]:
     wanted = zip((input, weight, bias), recipe.needs, strict=True)
     return [of.new_empty(of.shape) for of, needed in wanted if needed and of is not None]
@@ -135,29 +150,39 @@ def _fake_gradients(input: Tensor, weight: Tensor | None, bias: Tensor | None, r
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, (text, *numbers) = inputs[:5], inputs[5:]
-    recipe = Recipe.decode(text)
-    outputs = sum(_asked_for(recipe))
+    outputs = sum(_asked_for(Recipe.decode(text)))
     ctx.recipe, ctx.numbers = text, numbers
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    if recipe.gradient_in_backward:
-        ctx.save_for_backward(*tensors, *output[outputs:])
-    else:
-        ctx.save_for_backward(*output[outputs:])
+    ctx.save_for_backward(*tensors, *output[outputs:])
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     grad_loss, recipe = grads[0], Recipe.decode(ctx.recipe)
-    if grad_loss is None or not any(recipe.needs):
+    if grad_loss is None:
         return (None,) * 11
+    _check_wanted(ctx.needs_input_grad, recipe)
+    tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     if recipe.gradient_in_backward:
-        *tensors, lse = ctx.saved_tensors
-        made = loss_gradients(grad_loss, lse, *tensors, ctx.recipe, *ctx.numbers)
-    else:  # in fp32, rounded once, as the backends' own scaling
-        made = [(saved.to(compute_dtype(saved.dtype)) * grad_loss).to(saved.dtype) for saved in ctx.saved_tensors]
+        made = loss_gradients(grad_loss, *saved, *tensors, ctx.recipe, *ctx.numbers)
+    else:
+        of = [tensor for tensor, needed in zip(tensors[:1] + tensors[2:4], recipe.needs, strict=True) if needed]
+        made = scaled_gradients(list(saved), grad_loss, of)
     wanted = iter(made)
     input, weight, bias = (next(wanted) if needed else None for needed in recipe.needs)
     return (input, None, weight, bias, *(None,) * 7)
+
+
+def _check_wanted(needs_input_grad: tuple[bool, ...], recipe: Recipe) -> None:
+    """A graph traced without a gradient must not be trained as if it had one."""
+    wanted = (needs_input_grad[0], *needs_input_grad[2:4])
+    triples = zip(recipe.needs._fields, wanted, recipe.needs, strict=True)
+    missing = [name for name, want, needed in triples if want and not needed]
+    if missing:
+        raise RuntimeError(
+            f"this graph was traced without a gradient of {', '.join(missing)}: trace it again with grad mode on and "
+            "requires_grad set as in training"
+        )
 
 
 torch.library.register_autograd("liger::loss", _backward, setup_context=_setup_context)

@@ -1,6 +1,9 @@
 """The documentation says what the code does: generated parts are fresh, examples run, links and names resolve."""
 
+import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +19,13 @@ FENCED = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.DOTALL 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FETCHED = re.compile(r"<(?:script|img|iframe|link)[^>]* (?:src|href)=\"?(https?:[^\"\s>]+)")
 DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
+GENERATED = re.compile(r"<!-- generated: \w+ -->\n.*?<!-- /generated -->", re.DOTALL)
+MEASURED = re.compile(r"\d[\d.,]* ?(?:ms|us|µs|s|MiB|GiB|TFLOP|TB/s|×|times|%)(?!\w)")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def python_blocks(page: Path) -> list[tuple[str, str]]:
@@ -40,6 +46,39 @@ def test_generated_parts_are_fresh():
     assert check.returncode == 0, check.stderr
 
 
+def test_stale_parts_are_noticed_in_the_readme_too(tmp_path):
+    """In a copy of the tree, with one number changed."""
+    for name in ("docs", "benchmark", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    part = GENERATED.search(readme)[0]
+    (tmp_path / "README.md").unlink()
+    (tmp_path / "README.md").write_text(readme.replace(part, re.sub(r"\d", "0", part)), "utf-8")
+    (tmp_path / "docs").unlink()
+    shutil.copytree(DOCS, tmp_path / "docs")
+    check = run(sys.executable, str(tmp_path / "docs" / "generate.py"), "--check")
+    assert (check.returncode, check.stderr) == (1, "README.md is stale: run python docs/generate.py\n")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "results.md"], ids=lambda page: page.name)
+def test_measured_numbers_are_generated(page):
+    """A time, a size or a ratio comes from a CSV file, through docs/generate.py."""
+    text = GENERATED.sub("", FENCED.sub("", page.read_text("utf-8")))
+    assert not MEASURED.findall(text)
+
+
+def test_no_result_is_left_out(monkeypatch):
+    """Every time in the result files has a cell of its own."""
+    monkeypatch.syspath_prepend(DOCS)
+    results = importlib.import_module("results")
+    assert results.runs("cross_entropy")
+    for found in results.runs():
+        tables = found.tables()
+        cells = [table.cell(row, provider) for table in tables for row in table.cells for provider in table.providers]
+        timed = [r for r in found.results if r.metric == "speed" and r.provider not in results.FLOORS]
+        assert len(list(filter(None, cells))) == len(timed), found.path.name
+
+
 def test_every_public_name_is_in_the_reference():
     documented = set(DIRECTIVE.findall((DOCS / "reference.md").read_text("utf-8")))
     assert {f"liger.{name}" for name in liger.__all__} <= documented
@@ -56,6 +95,7 @@ def test_links_resolve(page):
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own tracing
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_examples_run(page, tmp_path, monkeypatch):
     """A page's Python blocks, in order, in one namespace; a block with a title is a file that they may import."""

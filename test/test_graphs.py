@@ -118,8 +118,30 @@ def test_in_place_is_refused_under_compile(ce):
     torch._dynamo.reset()
     inputs = ce.inputs(8, 67)
     compiled = torch.compile(module_of(ce, in_place=True), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="in_place must be False under torch.compile"):
+    with pytest.raises(Exception, match=r"in_place must be False under torch\.compile"):
         compiled(inputs.input.requires_grad_(), inputs.target)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_A13_a_traced_composition_gives_no_partial_hessian(loss, compiler):
+    loss.needs()
+    torch._dynamo.reset()
+    leaves = loss.inputs(6, 37).leaves()
+    given = (leaves.weight, leaves.input, leaves.target) if loss.fused else (leaves.input, leaves.target)
+    compiled = torch.compile(module_of(loss), fullgraph=True, backend=compiler)
+    with pytest.raises(RuntimeError, match=r"double backward|no autograd formula"):
+        (first,) = torch.autograd.grad(compiled(*given) ** 2, leaves.input, create_graph=True)
+        torch.autograd.grad(first.sum(), leaves.input)
+
+
+def test_a_graph_exported_without_gradients_is_not_trained(loss):
+    loss.needs()
+    leaves = loss.inputs(6, 37).leaves()
+    given = (leaves.weight, leaves.input, leaves.target) if loss.fused else (leaves.input, leaves.target)
+    with torch.no_grad():
+        module = torch.export.export(module_of(loss), given).module()
+    with pytest.raises(RuntimeError, match="traced without a gradient of input"):
+        module(*given).backward()
 
 
 def test_export_holds_the_operator(loss):

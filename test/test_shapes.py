@@ -200,12 +200,14 @@ def test_S10_every_option_where_a_row_takes_several_blocks(loss, vocab, reductio
     if loss.fused:
         every["use_token_scaling"] = True
     rows = 2 if vocab < 2**16 else 1
-    upstream = torch.tensor([3.0, -0.5][:rows], device=loss.device) if reduction == "none" else torch.tensor(3.0)
+    upstream = torch.tensor([3.0, -0.5][:rows] if reduction == "none" else 3.0, device=loss.device)
+    if loss.fused and loss.interpreted and reduction == "mean":
+        upstream = None  # scaling the head's gradient row by row takes the interpreter minutes
     for dtype in loss.dtypes:
         inputs = loss.inputs(rows, vocab, 4, dtype=dtype, class_weight=True, ignored=0.0)
         inputs.target[0] = vocab - 1
         for options in ({}, every):
-            loss.check(inputs, upstream=upstream.to(loss.device), reduction=reduction, **options)
+            loss.check(inputs, upstream=upstream, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -36,6 +36,7 @@ class Transformer(nn.Module):
     def __init__(self, loss, width=16):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, width)
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -75,10 +76,13 @@ def transformer(loss, device="cpu"):
         return Transformer(loss).to(device)
 
 
-def batches(steps, device="cpu", sizes=((2, 6), (3, 9), (4, 7))):
+SIZES = {"cpu": ((2, 3), (3, 2), (4, 5), (3, 7)), "cuda": ((8, 24), (16, 12), (12, 32), (12, 20))}
+
+
+def batches(steps, device="cpu"):
     """(tokens, target) of a rule that can be learned, of several sizes in turn; every fourth target is ignored."""
     generator = torch.Generator().manual_seed(0)
-    for size in itertools.islice(itertools.cycle(sizes), steps):
+    for size in itertools.islice(itertools.cycle(SIZES[device]), steps):
         tokens = torch.randint(VOCAB, size, generator=generator)
         target = (5 * tokens + 3) % VOCAB
         target.flatten()[::4] = -100
@@ -89,7 +93,7 @@ def train(model, data, *, forward=None, autocast=None, scaler=None, warm_up=math
     """The loss of every step; after `warm_up` of them nothing may be compiled any more."""
     forward = model if forward is None else forward
     device = next(model.parameters()).device.type
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     curve = []
     for step, (tokens, target) in enumerate(data):
         stance = torch.compiler.set_stance("fail_on_recompile") if step >= warm_up else contextlib.nullcontext()
@@ -133,8 +137,9 @@ def head(subject, input, weight, target, **options):
     return subject(Inputs(F.linear(input, weight), target), **options)
 
 
-def head_inputs(subject, rows=12, hidden=16):
+def head_inputs(subject, hidden=16):
     """(hidden, weight, target); the first two want gradients."""
+    rows = 4 if subject.interpreted else 12
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, hidden, generator=generator), torch.randn(VOCAB, hidden, generator=generator)
     target = torch.randint(VOCAB, (rows,), generator=generator)
@@ -169,16 +174,17 @@ def test_one_graph_without_breaks(loss, fresh_dynamo):
 @tracing
 def test_a_compiled_transformer_trains_as_an_eager_one(loss, fresh_dynamo):
     """AOTAutograd's graphs hold the operators that eager runs, so in fp32 not one bit of the curve may differ."""
-    steps = 5 if loss.interpreted else 30
+    steps = 3 if loss.interpreted else 30
     eager, traced = (transformer(module_of(loss), loss.device) for _ in range(2))
-    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    # By itself torch.compile sees in the second step what varies.
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager", dynamic=True if loss.interpreted else None)
     with poisoned(loss.device):
         wanted = train(eager, batches(steps, loss.device))
-        curve = train(traced, batches(steps, loss.device), forward=compiled, warm_up=2)
+        curve = train(traced, batches(steps, loss.device), forward=compiled, warm_up=1 if loss.interpreted else 2)
     assert torch.equal(curve, wanted)
     assert same(traced.parameters(), eager.parameters())
     if not loss.interpreted:
-        assert wanted[-1] < 0.75 * wanted[0]
+        assert wanted[-1] < wanted[0] - 1
 
 
 @pytest.mark.gpu
@@ -188,11 +194,10 @@ def test_a_compiled_transformer_trains_as_an_eager_one(loss, fresh_dynamo):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("autocast", [BF16, None], ids=["bf16", "fp32"])
 def test_200_compiled_steps_follow_the_eager_ones(loss, fresh_dynamo, autocast, mode):
-    """Inductor's body rounds elsewhere than eager's, CUDA graphs project ignored rows as well.
+    """Inductor's body rounds elsewhere than eager's, and CUDA graphs project ignored rows as well.
 
-    The noise of bf16 is how far its eager curve strays from the fp32 one; another sequence of bf16 roundings may stray
-    twice as far, plus one rounding. In fp32 the yardstick is the distance of the fp32 curve from the float64 one, with
-    torch's own loss.
+    What that may do is measured with torch's own loss: how far its eager curve in bf16 strays from the one in fp32, and
+    that in fp32 from float64's. Other roundings may stray twice as far.
     """
     if loss.device == "cpu":
         pytest.skip("200 steps of a compiled transformer are for a GPU")
@@ -202,14 +207,14 @@ def test_200_compiled_steps_follow_the_eager_ones(loss, fresh_dynamo, autocast, 
         forward = torch.compile(model, fullgraph=True, mode=mode) if "warm_up" in options else None
         return train(model, batches(200, loss.device), forward=forward, **options).double()
 
-    compiled = curve_of(module_of(loss), autocast=autocast, warm_up=9)  # three times each size
-    eager = curve_of(module_of(loss), autocast=autocast)
     truth = curve_of(TorchLoss()) if autocast else curve_of(TorchLoss(), F64)
-    noise = (eager - truth).abs().max() if autocast else (curve_of(TorchLoss()) - truth).abs().max()
-    rounding = torch.finfo(autocast or F32).eps / 2
-    assert truth[-1] < 0.5 * truth[0]
-    assert (compiled - truth).abs().max() <= 2 * noise + rounding * truth.max()
-    assert (eager - truth).abs().max() <= 2 * noise + rounding * truth.max()
+    theirs, eager = (curve_of(module, autocast=autocast) for module in (TorchLoss(), module_of(loss)))
+    compiled = curve_of(module_of(loss), autocast=autocast, warm_up=3 * len(SIZES[loss.device]))
+    rounding = torch.finfo(autocast or F32).eps / 2 * truth.max()
+    noise = (theirs - truth).abs().max() + rounding
+    assert truth[-1] < 0.1 * truth[0]
+    assert (eager - truth).abs().max() <= 2 * noise
+    assert (compiled - truth).abs().max() <= 2 * noise
 
 
 @tracing
@@ -219,16 +224,19 @@ def test_compiled_equals_eager_in_memory_full_of_nan(loss, fresh_dynamo, backend
     """What the ignored quarter does not compute is zero, not what happened to be there."""
     if loss.interpreted and backend == "inductor":
         pytest.skip("the operator that aot_eager runs")
-    module = module_of(loss, reduction=reduction, return_z_loss=True, lse_square_scale=1e-3, return_predicted_tokens=True)
+    module = module_of(
+        loss, reduction=reduction, return_z_loss=True, lse_square_scale=1e-3, return_predicted_tokens=True
+    )
     compiled = torch.compile(module, fullgraph=True, backend=backend)
-    inputs = loss.inputs(16, VOCAB, ignored=0.25)
+    inputs = loss.inputs(4 if loss.interpreted else 16, VOCAB, ignored=0.25)
     results = []
     for call in (module, compiled):
         with poisoned(loss.device):
             leaves = inputs.leaves()
             output = call(*(leaves.weight, leaves.input)[not loss.fused :], leaves.target)
             output.loss.backward(torch.ones_like(output.loss))
-        results.append([*output[:2], output.predicted_tokens, *(t.grad for t in (leaves.input, leaves.weight) if t is not None)])
+        gradients = [t.grad for t in (leaves.input, leaves.weight) if t is not None]
+        results.append([output.loss, output.z_loss, output.predicted_tokens, *gradients])
     assert same(*results)
     assert all(tensor.isfinite().all() for tensor in results[0])
 
@@ -237,14 +245,16 @@ def test_compiled_equals_eager_in_memory_full_of_nan(loss, fresh_dynamo, backend
 
 
 @tracing
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("place", ["around", "inside"])
+@pytest.mark.parametrize(
+    ("place", "backend", "dtype"),
+    [("around", "eager", BF16), ("around", "eager", F16), ("around", "aot_eager", F16), ("inside", "aot_eager", BF16)],
+    ids=str,
+)
 def test_autocast_and_compile(loss, fresh_dynamo, place, backend, dtype):
     """Hidden states come in autocast's dtype, the head's weight in fp32. "eager" runs a traced graph under the caller's
     autocast, which must not reach into the operator: class weights and smoothing make products of their own.
     """
-    inputs = loss.inputs(8, VOCAB, class_weight=True)
+    inputs = loss.inputs(2 if loss.interpreted else 8, VOCAB, class_weight=True)
     inputs = replace(inputs, input=inputs.input.to(dtype))
 
     def bare(leaves):
@@ -276,7 +286,7 @@ def test_fp32_master_weights_get_a_gradient_that_was_never_rounded(flce, autocas
     """With W = 0, 256 classes and 2^k valid rows, every factor of dW is a number in 8 bits: what a GPU rounds before its
     products loses nothing. What is left is the sum's own error, in fp32; one rounding to bf16 would be 2^-9, to fp16 2^-12.
     """
-    vocab, valid = 256, 64 if flce.interpreted else 256
+    vocab, valid = 256, 32 if flce.interpreted else 256
     generator = torch.Generator().manual_seed(0)
     x = 1 + torch.randint(128, (valid + valid // 4, 8), generator=generator) / 128
     target = torch.randint(8, (len(x),), generator=generator)  # the other classes' terms are all positive
@@ -303,35 +313,37 @@ def test_fp32_master_weights_get_a_gradient_that_was_never_rounded(flce, autocas
 
 @pytest.mark.parametrize("autocast", HALF, ids=str)
 def test_training_under_autocast_is_as_exact_as_torchs(loss, autocast):
-    """With a GradScaler in fp16: it starts too high, skips its first step and comes down to 2^16.
+    """With a GradScaler in fp16: it starts too high, skips its first step and comes down to 2^12.
 
     The yardstick is the same training with torch's loss: how far its curve strays from the fp32 one.
     """
-    steps = 4 if loss.interpreted else 25
+    steps = 3 if loss.interpreted else 25
     data = list(batches(steps, loss.device))
 
     def curve_of(module, dtype):
         model = transformer(module, loss.device)
         if dtype != F16:
             return train(model, data, autocast=dtype)
-        scaler = torch.amp.GradScaler(loss.device, init_scale=2.0**40, backoff_factor=2.0**-24)
+        scaler = torch.amp.GradScaler(loss.device, init_scale=2.0**36, backoff_factor=2.0**-24)
         curve = train(model, [data[0], *data], autocast=dtype, scaler=scaler)
-        assert scaler.get_scale() == 2**16, "more or less than one step was skipped"
+        assert scaler.get_scale() == 2**12, "more or less than one step was skipped"
         assert torch.equal(curve[0], curve[1]), "the skipped step changed something"
         assert all(parameter.grad.dtype == F32 for parameter in model.parameters())
         return curve[1:]
 
-    ours, theirs, truth = curve_of(module_of(loss), autocast), curve_of(TorchLoss(), autocast), curve_of(TorchLoss(), None)
+    truth = curve_of(TorchLoss(), None)
     assert truth[-1] < truth[0]
-    noise = (theirs - truth).abs().max()
-    assert (ours - truth).abs().max() <= 2 * noise + loss.rounding(autocast) * truth.max()
+    noise = (curve_of(TorchLoss(), autocast) - truth).abs().max()
+    assert (curve_of(module_of(loss), autocast) - truth).abs().max() <= 2 * noise + loss.rounding(
+        autocast
+    ) * truth.max()
 
 
 def test_N19_under_a_grad_scaler(loss):
-    """Gradients of 1/(48 V) are subnormal in fp16, and off by a per cent, unless the loss scale is in them when they are
+    """Gradients of 1/(24 V) are subnormal in fp16, and off by a per cent, unless the loss scale is in them when they are
     rounded.
     """
-    rows, vocab = 48, 16384
+    rows, vocab = 24, 16384
     weight = torch.zeros(vocab, 4, device=loss.device, requires_grad=True)
     x, target = torch.ones(rows, 4, device=loss.device), torch.zeros(rows, dtype=torch.int64, device=loss.device)
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -411,12 +423,11 @@ class Copies(torch.autograd.graph.saved_tensors_hooks):
 
 
 @pytest.mark.parametrize("hooks", [torch.autograd.graph.save_on_cpu, Copies], ids=["save_on_cpu", "copies"])
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("reduction", "dtype"), [("mean", F32), ("mean", F16), ("none", F32)], ids=str)
 def test_saved_tensor_hooks(loss, reduction, dtype, hooks):
     """What is saved may come back as another tensor, in another place, each time it is asked for."""
     loss.needs(dtype)
-    inputs = loss.inputs(8, VOCAB, dtype=dtype)
+    inputs = loss.inputs(2 if loss.interpreted else 8, VOCAB, dtype=dtype, ignored=0.5)
 
     def outcome(factors, context):
         leaves = inputs.leaves()
@@ -457,9 +468,7 @@ def test_functional_call(loss):
     given = {key: tensor.requires_grad_() for key, tensor in given.items()}
     before = [tensor.clone() for tensor in model.state_dict().values()]
     ((tokens, target),) = batches(1, loss.device)
-    value = torch.func.functional_call(
-        model, {**given, f"loss.{name}": others.to(loss.device)}, (tokens, target)
-    )
+    value = torch.func.functional_call(model, {**given, f"loss.{name}": others.to(loss.device)}, (tokens, target))
     value.backward()
     wanted = twin(tokens, target)
     wanted.backward()

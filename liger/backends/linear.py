@@ -24,10 +24,11 @@ CPU_SLAB_BYTES = 64 << 20
 GPU_SLAB_BYTES = 2 << 30
 GPU_CHUNK_ROWS = (2048, 4096)
 """On a GPU: the first while that makes few chunks, else the second. Every chunk rereads and rewrites the weight gradient's
-accumulator, which shows below 2048 rows and no longer above 4096; and the input gradient's GEMM fills the multiprocessors
-in whole waves at these sizes, but not at those between (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
+accumulator, which shows below 2048 rows and hardly above 4096; chunks of 2816 rows were up to 10 % slower than either at
+H = 2048 and 2560, and no faster at 4096 (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
 FEW_CHUNKS = 4
-"""Summing k bf16 chunks in bf16 multiplies one rounding's error by about sqrt((k + 1) / 2): 1.6 at 4."""
+"""Up to here chunks may be summed in half precision: that multiplies one rounding's error by 1.35 at 2 chunks and 1.59 at 4
+(measured as above, benchmark/data/fused_linear_cross_entropy_h200.csv; sqrt((k + 1) / 2) predicts 1.22 and 1.58)."""
 SKIP_FRACTION = 1 / 16
 """Share of ignored rows from which gathering the others costs less than projecting all."""
 MIB = 1 << 20

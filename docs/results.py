@@ -1,0 +1,681 @@
+"""Tables from the CSV files that the benchmarks wrote (benchmark/data/) and from measurements noted by hand (docs/data/).
+
+Every number that the documentation states as measured goes through here. A file in the schema of `benchmark.common` is a
+result: it becomes one table per usage, a row per shape, a column per implementation. Any other file in benchmark/data/ is
+the raw sweep of a tuning program: it is linked and described.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger.backends import linear
+
+DOCS = Path(__file__).resolve().parent
+DATA = DOCS.parent / "benchmark" / "data"
+NOTED = DOCS / "data"
+SCHEMA = "extra_benchmark_config_str"
+"""The column that tells a benchmark's result from a sweep."""
+MADE_ON = (
+    ("gpu_name", ""),
+    ("driver", "driver "),
+    ("torch", "torch "),
+    ("triton", "triton "),
+    ("liger_version", "liger "),
+)
+NOTHING = "No result is checked in yet.\n"
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of a result file."""
+
+    kernel: str
+    provider: str
+    mode: str
+    metric: str
+    x_name: str
+    x: float
+    y: float
+    """The median."""
+    config: dict[str, Any]
+
+    @staticmethod
+    def of(row: Row) -> Result:
+        """From a line of the file."""
+        return Result(
+            row["kernel_name"],
+            row["kernel_provider"],
+            row["kernel_operation_mode"],
+            row["metric_name"],
+            row["x_name"],
+            float(row["x_value"]),
+            float(row["y_value_50"]),
+            json.loads(row[SCHEMA]),
+        )
+
+
+Label = Callable[[Result], str]
+Cells = dict[str, dict[str, dict[str, float]]]
+"""Row label, provider, metric."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Results that are comparable, to be shown as one table."""
+
+    title: str
+    floor: str
+    """What ratios are ratios to, where that is no column; empty if there is none."""
+    results: Sequence[Result]
+    label: Label
+    corner: str = "rows × vocabulary"
+    base: str = "the floor"
+
+    @cached_property
+    def cells(self) -> Cells:
+        """Every metric of every cell."""
+        found: Cells = {}
+        for result in self.results:
+            metric = "ratio" if result.metric.startswith("ratio") else result.metric
+            found.setdefault(self.label(result), {}).setdefault(result.provider, {})[metric] = result.y
+        return found
+
+    @cached_property
+    def providers(self) -> list[str]:
+        """The columns."""
+        return [name for name in dict.fromkeys(result.provider for result in self.results) if name not in FLOORS]
+
+    def floor_ms(self, row: str) -> float | None:
+        """What the ratios of a row are to: timed by itself, or a multiple of a copy that the ratios tell."""
+        found = self.cells[row]
+        if "gemms" in found:
+            return found["gemms"]["speed"]
+        return next((m["speed"] / m["ratio"] for m in found.values() if "ratio" in m), None)
+
+    def cell(self, row: str, provider: str) -> str:
+        """Time, its ratio and memory; empty if there is no time."""
+        found = self.cells[row].get(provider, {})
+        if "speed" not in found:
+            return ""
+        ratio = f" ({found['ratio']:.2f}×)" if "ratio" in found else ""
+        return ms(found["speed"]) + ratio + (f" / {mib(found['memory'])}" if "memory" in found else "")
+
+    def lines(self, providers: Sequence[str], names: dict[str, str] | None = None, only: str = "") -> str:
+        """The table itself; `only` the rows that begin so."""
+        floors = {row: self.floor_ms(row) for row in self.cells if row.startswith(only)}
+        with_floor = bool(self.floor) and any(floor is not None for floor in floors.values())
+        shown = [name for name in providers if name in self.providers]
+        head = [
+            self.corner,
+            *(["floor"] if with_floor else []),
+            *((names or {}).get(name, f"`{name}`") for name in shown),
+        ]
+        lines = [
+            (
+                row,
+                *(["" if floors[row] is None else ms(floors[row])] if with_floor else []),
+                *(self.cell(row, name) for name in shown),
+            )
+            for row in floors
+        ]
+        return table(head, lines)
+
+    def unit(self) -> str:
+        """How to read a cell."""
+        times, memory = (
+            any(metric in m for found in self.cells.values() for m in found.values()) for metric in ("ratio", "memory")
+        )
+        return "ms" + (f" (times {self.base})" if times else "") + (" / extra peak MiB" if memory else "")
+
+
+FLOORS = ("copy", "gemms")
+"""Providers that are what others are compared with."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file."""
+
+    path: Path
+    made_on: str
+    results: Sequence[Result]
+
+    @property
+    def kernel(self) -> str:
+        """The benchmark."""
+        return self.results[0].kernel
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether `benchmark.benchmark_cpu` wrote it."""
+        return any(result.x_name == "ignored" for result in self.results)
+
+    def tables(self) -> list[Table]:
+        """Everything timed in this run."""
+        timed = [r for r in self.results if r.metric in ("speed", "memory") or r.metric.startswith("ratio")]
+        if self.kernel == "cross_entropy":
+            return _cross_entropy_tables(timed)
+        if self.on_cpu:
+            return _cpu_tables(timed)
+        if self.kernel == "fused_linear_cross_entropy":
+            return _linear_tables(timed)
+        return _plain_tables(timed)
+
+    def named(self, title: str) -> Table | None:
+        """One of its tables."""
+        return next((found for found in self.tables() if found.title == title), None)
+
+
+def runs(kernel: str | None = None, *, on_cpu: bool | None = None) -> list[Run]:
+    """The result files, of one kernel or of all."""
+    found = [
+        Run(path, _made_on(rows[0]), [Result.of(row) for row in rows]) for path, rows in _files() if SCHEMA in rows[0]
+    ]
+    return [run for run in found if kernel in (None, run.kernel) and on_cpu in (None, run.on_cpu)]
+
+
+def _files() -> list[tuple[Path, list[Row]]]:
+    return [(path, rows) for path in sorted(DATA.glob("*.csv")) if (rows := read(path))]
+
+
+def read(path: Path) -> list[Row]:
+    """A CSV file's rows."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _made_on(row: Row) -> str:
+    facts = [f"{word}{row[column]}" for column, word in MADE_ON if row.get(column)]
+    return ", ".join([*facts, row["timestamp"][:10]])
+
+
+# Which table a result belongs to.
+
+
+def _grouped(results: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
+    groups: dict[Any, list[Result]] = {}
+    for result in results:
+        groups.setdefault(key(result), []).append(result)
+    return groups
+
+
+MODES = {"full": "forward + backward", "no-grad-forward": "forward without gradients"}
+
+
+def _cross_entropy_tables(results: list[Result]) -> list[Table]:
+    """One per usage, then the halves of a step."""
+    dtypes = {result.config["dtype"] for result in results}
+
+    def shape(result: Result) -> str:
+        dtype = "" if len(dtypes) == 1 else f", {result.config['dtype']}"
+        return f"{result.config['BT']} × {result.x:.0f}{dtype}"
+
+    tables = []
+    groups = _grouped(results, lambda r: (MODES.get(r.mode, r.mode), r.config["usage"]))
+    order = [MODES["full"], MODES["no-grad-forward"], "forward", "backward"]
+    for (mode, usage), group in sorted(groups.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
+        reduction, _, upstream = usage.partition("_")
+        told = mode in (MODES["full"], "backward")  # a forward pass does not know its upstream gradient
+        title = f"`{reduction}`{UPSTREAM[upstream] if told else ''}, {mode}"
+        tables.append(Table(title, _passes(group), group, shape))
+    return tables
+
+
+UPSTREAM = {
+    "": "",
+    "mean": " and its mean",
+    "sum": " and its sum",
+    "weighted": " and a weight per row",
+    "strided": " and a weight per row, strided",
+}
+
+
+def _passes(group: list[Result]) -> str:
+    """The floor in words: how many passes over the logits, from its ratio to the copy of the same rounds."""
+    one = Table("", "", group, lambda result: str(result.x))
+    for row, found in one.cells.items():
+        floor = one.floor_ms(row)
+        if floor is not None and "copy" in found:
+            count = round(2 * floor / found["copy"]["speed"])
+            return f"{count} pass{'es' * (count > 1)} over the logits at the rate of a device copy"
+    return ""
+
+
+def _linear_tables(results: list[Result]) -> list[Table]:
+    """One per set of cases and setting."""
+    tables = []
+    for (name, reduction, frozen, mode), group in _grouped(
+        results, lambda r: (r.config["set"], r.config["reduction"], r.config["frozen_head"], r.mode)
+    ).items():
+        title = f"{name.capitalize()}: `{reduction}`{', frozen head' if frozen else ''}, {MODES[mode]}"
+        gemms = 1 if mode == "no-grad-forward" else 3 - frozen + (reduction == "none")
+        floor = f"{gemms} bare product{'s' * (gemms > 1)} of the labelled rows"
+        tables.append(Table(title, floor, group, _linear_label(group), "model, hidden × vocabulary, rows"))
+    return tables
+
+
+def _linear_label(group: list[Result]) -> Label:
+    ignored = len({result.config["ignored"] for result in group}) > 1
+
+    def label(result: Result) -> str:
+        config = result.config
+        share = f", {100 * config['ignored']:.0f} % ignored" if ignored else ""
+        return f"{config['model']}, {config['H']} × {config['V']}, {result.x:.0f}{share}"
+
+    return label
+
+
+def _cpu_tables(results: list[Result]) -> list[Table]:
+    def label(result: Result) -> str:
+        return f"{result.config['dtype']}, {result.x:.0f} % ignored"
+
+    torch_ms = {label(r): r.y for r in results if r.provider == "torch" and r.metric == "speed"}
+    ratios = [
+        replace(r, metric="ratio", y=r.y / torch_ms[label(r)])
+        for r in results
+        if r.provider != "torch" and r.metric == "speed" and label(r) in torch_ms
+    ]
+    return [
+        Table(f"{n} rows, {h} × {v}, {threads} threads", "", group, label, "dtype, rows", "`torch`")
+        for (n, h, v, threads), group in _grouped(
+            [*results, *ratios], lambda r: tuple(r.config[name] for name in ("N", "H", "V", "threads"))
+        ).items()
+    ]
+
+
+def _plain_tables(results: list[Result]) -> list[Table]:
+    """Of a benchmark that nothing is known about."""
+
+    def label(result: Result) -> str:
+        config = {name: value for name, value in result.config.items() if name != "version"}
+        return ", ".join([f"{result.x_name} {result.x:g}", *(f"{name} {value}" for name, value in config.items())])
+
+    return [Table(mode, "", group, label, "case") for mode, group in _grouped(results, lambda r: r.mode).items()]
+
+
+# The results page.
+
+PROVIDERS = {
+    "liger_triton": "this package",
+    "liger_triton_in_place": "this package, `in_place=True`",
+    "liger_triton_fp32_loss": "this package, `loss_dtype=torch.float32`",
+    "liger_triton_fp32": "this package, `accum_dtype=torch.float32`",
+    "liger_triton_small": "this package, `chunk_size=512, accum_dtype=torch.bfloat16`",
+    "liger_torch": "this package's PyTorch backend",
+    "liger": "this package",
+    "torch": "`F.cross_entropy`",
+    "torch_compile": "the same, compiled by `torch.compile`",
+    "torch_chunked": "`F.linear_cross_entropy`",
+    "liger_kernel": "its defaults",
+    "liger_kernel_fp32": "with float32 accumulation",
+    "cce": "its defaults, which leave out small gradients",
+    "cce_exact": "which leaves out nothing and accumulates in float32",
+    "quack": "its defaults",
+    "quack_in_place": "which leaves the gradient in the logits",
+}
+TITLES = {"cross_entropy": "Cross entropy", "fused_linear_cross_entropy": "Fused linear cross entropy"}
+COMMANDS = {
+    "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
+    "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
+}
+
+
+def measured() -> str:
+    """Every result file."""
+    return "\n".join(_page_of(run) for run in runs()) or NOTHING
+
+
+def _page_of(run: Run) -> str:
+    device = run.made_on.split(",")[0]
+    command = "python -m benchmark.benchmark_cpu" if run.on_cpu else COMMANDS.get(run.kernel, "")
+    parts = [f"## {TITLES.get(run.kernel, run.kernel)} on {'a CPU' if run.on_cpu else device}\n"]
+    parts.append(f"From {link(run.path)}" + (f", written by `{command}`" if command else "") + ".\n")
+    parts.append("".join(f"* {line}\n" for line in _legend(run)))
+    for found in run.tables():
+        caption = [found.unit(), *([f"floor: {found.floor}"] if found.floor else [])]
+        parts.append(f"### {found.title}\n")
+        parts.append(f"*{'; '.join(caption)}. {run.made_on}.*\n")
+        parts.append(found.lines(found.providers))
+        if (noise := _noise(found)) is not None:
+            parts.append(noise)
+    parts += _error_tables(run)
+    return "\n".join(parts)
+
+
+def _legend(run: Run) -> list[str]:
+    versions = {result.provider: str(result.config.get("version", "")) for result in run.results}
+    told = {name: text for name, text in PROVIDERS.items() if name in versions}
+    if run.kernel == "fused_linear_cross_entropy":
+        told["torch"] = "`F.linear` and `F.cross_entropy`"
+    return [f"`{name}`: {text}" + (f" ({versions[name]})" if versions[name] else "") for name, text in told.items()]
+
+
+def _noise(found: Table) -> str | None:
+    """How far two names for one computation differ: the plan's choice, and the same chunk size asked for by hand."""
+    apart = []
+    for result in found.results:
+        if result.metric != "speed" or result.provider != "liger_triton":
+            continue
+        chunk = _plan_rows(round(result.x), result.config["V"], result.config["H"]) if "H" in result.config else 0
+        same = found.cells[found.label(result)].get(f"liger_triton_chunk{chunk}")
+        if same is not None:
+            apart.append(abs(same["speed"] / result.y - 1))
+    if not apart:
+        return None
+    return (
+        f"`liger_triton` runs the plan's chunk size; where that size was also asked for by hand, the two times differ by "
+        f"up to {100 * max(apart):.1f} %: that is noise.\n"
+    )
+
+
+def _plan_rows(n: int, vocab: int, hidden: int, chunk_size: int | None = None) -> int:
+    """Rows of the longest chunk of the plan in bfloat16."""
+    dtype = torch.bfloat16
+    plan = linear.make_plan(
+        (n, vocab, hidden), "cuda", dtype, weight_dtype=dtype, chunk_size=chunk_size, accum_dtype=dtype, recompute=False
+    )
+    return max(span.stop - span.start for span in plan.spans(n))
+
+
+def _error_tables(run: Run) -> list[str]:
+    errors = [result for result in run.results if result.metric.endswith("_error")]
+    by_chunks = [result for result in errors if result.x_name == "chunks" and result.x > 0]
+    others = [result for result in errors if result not in by_chunks]
+    parts = []
+    if others:
+        metrics = list(dict.fromkeys(result.metric for result in others))
+        tables = _grouped(others, lambda r: (_error_case(r), r.provider))
+        lines = [
+            (case, f"`{provider}`", *(f"{r.y:.2e}" if (r := _of(group, metric)) else "" for metric in metrics))
+            for (case, provider), group in tables.items()
+        ]
+        parts += [
+            f"### Error from float64: {run.kernel.replace('_', ' ')}\n",
+            f"*bfloat16; {ERRORS[run.kernel]}. {run.made_on}.*\n",
+            table(("case", "", *(metric.replace("_", " ") for metric in metrics)), lines),
+        ]
+    return parts
+
+
+ERRORS = {
+    "cross_entropy": "loss error: the largest of a valid row, absolute (nats) and relative; mean error: of the mean, absolute",
+    "fused_linear_cross_entropy": "norm of the difference over the norm of what is right, of the mean and its gradients",
+}
+
+
+def _error_case(result: Result) -> str:
+    config = result.config
+    if result.x_name == "V":
+        return f"{config['BT']} × {result.x:.0f}"
+    return f"{config['N']} rows, {config['H']} × {config['V']}"
+
+
+def _of(group: list[Result], metric: str) -> Result | None:
+    return next((result for result in group if result.metric == metric), None)
+
+
+# Summaries and facts.
+
+FRIENDLY = {
+    "liger_triton": "liger",
+    "liger_triton_in_place": "liger, in place",
+    "torch": "torch",
+    "torch_compile": "torch.compile",
+    "liger_kernel": "liger-kernel",
+    "quack": "QuACK",
+    "cce": "CCE",
+}
+
+
+def _summary(run: Run, title: str, only: str = "") -> str:
+    found = run.named(title)
+    if found is None:
+        return ""
+    caption = f"*{found.unit()}; floor: {found.floor}. {run.made_on}.*"
+    return f"{caption}\n\n{found.lines(list(FRIENDLY), FRIENDLY, only)}"
+
+
+def ce_summary() -> str:
+    """Cross entropy, mean, on one GPU."""
+    return "\n".join(_summary(run, "`mean`, forward + backward") for run in runs("cross_entropy")) or NOTHING
+
+
+def flce_summary() -> str:
+    """Fused linear cross entropy, mean: every shape with all rows labelled, one with ignored rows."""
+    tables = (("Shapes: `mean`, forward + backward", ""), ("Ignored rows: `mean`, forward + backward", "llama-3.1-8b"))
+    found = runs("fused_linear_cross_entropy", on_cpu=False)
+    return "\n".join(_summary(run, *which) for run in found for which in tables) or NOTHING
+
+
+def faster_peers() -> str:
+    """Every timed step that another package, or torch, does faster than this package's default."""
+    ours, lines = "liger_triton", []
+    for run in runs(on_cpu=False):
+        for found in run.tables():
+            if not found.title.endswith(tuple(MODES.values())):
+                continue  # a forward that makes the gradient as well is not comparable with one that does not
+            for row, cells in found.cells.items():
+                times = {name: m["speed"] for name, m in cells.items() if "speed" in m and name not in FLOORS}
+                for name, time in times.items():
+                    if ours in times and not name.startswith("liger_triton") and time < times[ours]:
+                        lines.append(
+                            (found.title, row, f"`{name}`", ms(time), ms(times[ours]), f"{times[ours] / time:.2f}×")
+                        )
+    return table(("what", "case", "faster", "ms", "`liger_triton`, ms", "ours over it"), lines) if lines else "None.\n"
+
+
+def copy_rate() -> str:
+    """What the floor of cross entropy rests on."""
+    parts = []
+    for run in runs("cross_entropy"):
+        lines = []
+        for result in run.results:
+            whole = result.mode == "full" and result.config["usage"] == "mean"
+            if result.provider == "copy" and result.metric == "speed" and whole:
+                rows, dtype = result.config["BT"], result.config["dtype"]
+                bytes_ = 2 * rows * result.x * getattr(torch, dtype).itemsize
+                lines.append((f"{rows} × {result.x:.0f} {dtype}", ms(result.y), f"{bytes_ / result.y / 1e9:.2f}"))
+        parts.append(f"*{run.made_on}.*\n\n" + table(("logits copied", "ms", "TB/s, read and written"), lines))
+    return "\n".join(parts) or NOTHING
+
+
+def launches() -> str:
+    """The sweep of launches in three columns: small programs, whole multiprocessors, and registers that hold a part."""
+    lines = []
+    for dtype, name in (("bfloat16", "tune_rows_h200"), ("float32", "tune_rows_fp32_h200")):
+        swept = [row for row in _swept(name) if row["kernel"] == "rows"]
+        for vocab in sorted({int(row["vocab"]) for row in swept}):
+            rows = [row for row in swept if int(row["vocab"]) == vocab]
+            few = _best(row for row in rows if int(row["num_warps"]) <= 8 and row["held"] == "0")
+            whole = _best(row for row in rows if int(row["num_warps"]) == 32 and row["held"] == "0")
+            held = _best(row for row in rows if row["held"] != "0")
+            lines.append((dtype, str(vocab), few, whole, held))
+    head = ("dtype", "vocabulary", "at most 8 warps", "32 warps", "with held logits")
+    return table(head, lines) if lines else NOTHING
+
+
+def _best(rows: Iterable[Row]) -> str:
+    best = min(rows, key=lambda row: float(row["ratio_to_floor"]), default=None)
+    if best is None:
+        return ""
+    held = f", {best['held']} held" if best["held"] != "0" else ""
+    return f"{float(best['ratio_to_floor']):.2f}× ({best['block']}, {best['num_warps']} warps{held})"
+
+
+def chunk_sizes() -> str:
+    """The two sweeps of chunk sizes, by the rows that a chunk really had; times over three bare products."""
+    found: dict[tuple[int, int, int, str], dict[int, list[float]]] = {}
+    for row in (row for name in ("tune_chunks_h200", "tune_chunks_fine_h200") for row in _swept(name)):
+        n, vocab, hidden = (int(row[name]) for name in ("rows", "vocab", "hidden"))
+        if row["chunk"] == "plan" or n < 8192:
+            continue  # what the plan was then; and one chunk says little about chunks
+        accum = row["accum_dtype"].removeprefix("torch.")
+        rows = _plan_rows(n, vocab, hidden, int(row["chunk"]))
+        found.setdefault((hidden, vocab, n, accum), {}).setdefault(rows, []).append(float(row["ratio"]))
+    sizes = sorted({size for columns in found.values() for size in columns})
+    lines = [
+        (f"{hidden} × {vocab}, {n}, {accum}", *(_range(columns.get(size, [])) for size in sizes))
+        for (hidden, vocab, n, accum), columns in sorted(found.items())
+    ]
+    return table(("hidden × vocabulary, rows, sum in", *map(str, sizes)), lines) if lines else NOTHING
+
+
+def _range(values: list[float]) -> str:
+    low, high = (f"{pick(values):.2f}" if values else "" for pick in (min, max))
+    return low if low == high else f"{low} – {high}"
+
+
+def _swept(name: str) -> list[Row]:
+    path = DATA / f"{name}.csv"
+    return read(path) if path.exists() else []
+
+
+def accumulation() -> str:
+    """Error of the weight's gradient by the number of chunks, beside what independent roundings would give."""
+    for run in runs("fused_linear_cross_entropy", on_cpu=False):
+        swept = [r for r in run.results if r.x_name == "chunks" and r.x > 0 and r.metric == "dW_error"]
+        names = list(dict.fromkeys(result.provider for result in swept))
+        one = next((r.y for r in swept if r.x == 1 and r.provider.endswith("float32")), None)
+        if one is None:
+            continue
+        lines = [
+            (
+                f"{chunks:.0f}",
+                *(
+                    f"{r.y:.2e} ({r.y / one:.2f})"
+                    for name in names
+                    for r in swept
+                    if (r.provider, r.x) == (name, chunks)
+                ),
+                f"{math.sqrt((chunks + 1) / 2):.2f}",
+            )
+            for chunks in sorted({result.x for result in swept})
+        ]
+        columns = [name.partition(" ")[2].replace("accum", "summed") for name in names]
+        config = swept[0].config
+        caption = (
+            f"*Error (times that of one chunk); {config['N']} rows, {config['H']} × {config['V']}. {run.made_on}.*\n\n"
+        )
+        return caption + table(("chunks", *columns, r"\(\sqrt{(k+1)/2}\)"), lines)
+    return NOTHING
+
+
+def gemm_rates() -> str:
+    """The products of a chunk by its rows, as noted before there was a package."""
+    return _noted("gemm_rates_h200")
+
+
+def clock() -> str:
+    """The same bare products in one run without a load before each step, and in one with it."""
+    before = [Result.of(row) for row in read(NOTED / "gemms_without_load_h200.csv")]
+    lines = []
+    for run in runs("fused_linear_cross_entropy", on_cpu=False):
+        for model in dict.fromkeys(result.config["model"] for result in before):
+            shown = [_spread_ms([r for r in of if _plain_gemms(r, model)]) for of in (before, run.results)]
+            if all(shown):
+                lines.append((model, *shown))
+        made_on = run.made_on
+    if not lines:
+        return NOTHING
+    return f"*ms. {made_on}.*\n\n" + table(("three bare products, 8192 rows", "no load before", "load before"), lines)
+
+
+def _plain_gemms(result: Result, model: str) -> bool:
+    config = result.config
+    wanted = result.provider == "gemms" and result.metric == "speed" and result.x_name == "BT" and result.x == 8192
+    plain = result.mode == "full" and not config.get("ignored") and not config.get("frozen_head")
+    return wanted and plain and config["reduction"] == "mean" and config["model"] == model
+
+
+def _spread_ms(results: list[Result]) -> str:
+    values = [result.y for result in results]
+    if not values:
+        return ""
+    low, high = (f"{pick(values):.1f}" for pick in (min, max))
+    return low if low == high else f"{low} – {high} ({max(values) / min(values):.2f}×)"
+
+
+DISPATCH = ("the arguments checked", "the request built", "the backend resolved")
+
+
+def host_time() -> str:
+    """Host time per call, as noted, and what this package's own decisions add up to."""
+    rows = read(NOTED / "host_time_h200.csv")
+    decisions = sum(float(row["us"]) for row in rows if row["what"].endswith(DISPATCH))
+    return _noted("host_time_h200") + f"\nThe first three parts together: {decisions:.0f} us.\n"
+
+
+def _noted(name: str) -> str:
+    rows = read(NOTED / f"{name}.csv")
+    return table(rows[0], (row.values() for row in rows))
+
+
+SWEEPS = {
+    "tune_rows_h200": (
+        "python -m benchmark.tune_rows",
+        "every launch of the Triton row kernels worth a look, bfloat16; decides the table in `liger/backends/triton/launch.py`",
+    ),
+    "tune_rows_fp32_h200": (
+        "python -m benchmark.tune_rows --dtype float32 --rows 4096",
+        "the same for float32",
+    ),
+    "tune_chunks_h200": (
+        "python -m benchmark.tune_chunks",
+        "chunk sizes and accumulation dtypes of the fused loss; decides the constants of the plan in "
+        "`liger/backends/linear.py`",
+    ),
+    "tune_chunks_fine_h200": (
+        "python -m benchmark.tune_chunks --accum bfloat16 --chunks 1024 ... 4096",
+        "the same between 1024 and 4096 rows, bfloat16",
+    ),
+}
+
+
+def sweeps() -> str:
+    """The other files: a link, what made them, what they decide."""
+    lines = []
+    for path, rows in _files():
+        if SCHEMA in rows[0]:
+            continue
+        command, what = SWEEPS.get(path.stem, ("", f"columns {', '.join(rows[0])}"))
+        lines.append(f"* {link(path)}" + (f", by `{command}`" if command else "") + f": {what}.\n")
+    return "".join(lines) or NOTHING
+
+
+# Text.
+
+
+def ms(value: float | None) -> str:
+    """A time with about three digits."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def mib(value: float) -> str:
+    """A size with a digit after the point where that matters."""
+    return f"{value:.1f}" if value < 10 else f"{value:.0f}"
+
+
+def link(path: Path) -> str:
+    """A link that works in the repository; the site carries the files along (docs/hooks/data.py)."""
+    return f"[`{path.name}`](../benchmark/data/{path.name})"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = tuple(head)
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
