@@ -118,11 +118,8 @@ AROUND_IT = (
     Mutant(
         "overwrite logits unseen",
         "liger/backends/logits.py",
-        """        return results, None
-    if call.options.in_place:
-        torch.autograd.graph.increment_version(call.input)
-""",
-        "        return results, None\n",
+        "torch.autograd.graph.increment_version(call.input)",
+        "pass",
         TRITON,
     ),
 )

@@ -174,7 +174,7 @@ def test_S9_any_number_of_rows_and_chunk_size(flce, rows, reduction):
         pytest.skip("thousands of rows in the interpreter")
     inputs = flce.inputs(rows, 20, 8, ignored=0.1)
     reference, yardstick = flce.expected(inputs, reduction=reduction)
-    for size in flce.few([16, None, 1, 1000, 4096, 10**6], count=2):
+    for size in flce.few([16, None, 1, 1000, 4096, 10**6]):
         if size != 1 or rows <= 33:
             assert_matches(flce.outcome(inputs, reduction=reduction, chunk_size=size), reference, yardstick)
 
@@ -200,7 +200,7 @@ def test_S10_every_option_where_a_row_takes_several_blocks(loss, vocab, reductio
     if loss.fused:
         every["use_token_scaling"] = True
     rows = 2 if vocab < 2**16 else 1
-    upstream = torch.tensor([3.0, -0.5][:rows] if reduction == "none" else 3.0, device=loss.device)
+    upstream = torch.tensor([3.0, -0.5][:rows] if reduction == "none" else 4.0, device=loss.device)
     if loss.fused and loss.interpreted and reduction == "mean":
         upstream = None  # scaling the head's gradient row by row takes the interpreter minutes
     for dtype in loss.dtypes:
