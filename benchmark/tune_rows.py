@@ -46,7 +46,7 @@ def candidates(kernel: str, vocab: int) -> Iterator[Launch]:
             continue
         for held in HELD if kernel == "rows" else (0,):
             per_thread = held // (warps * 32)
-            if held % block == 0 and held < vocab + block and per_thread <= 128:
+            if held % block == 0 and held <= vocab and per_thread <= 128:
                 yield Launch(block, warps, held)
 
 

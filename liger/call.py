@@ -31,6 +31,14 @@ class Needs(NamedTuple):
     bias: bool
 
 
+def gradient_waits(options: CrossEntropyOptions, logits_dtype: torch.dtype) -> bool:
+    """Whether gradients have to be made in backward.
+
+    "none" has an upstream gradient per row; in fp16, 1/D would underflow in a gradient without its loss scale.
+    """
+    return options.reduction == "none" or (logits_dtype == torch.float16 and options.reduction == "mean")
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """All that a call's tensors do not say; hashable, and a string where a traced graph has to carry it."""
@@ -54,7 +62,7 @@ class Recipe:
         options = self.options
         words = [f"{name}={value}" for name, value in options.nondefault() if name not in NUMBERS]
         needs = "".join([str(int(need)) for need in self.needs])
-        rest = [needs, str(self.logits_dtype), str(self.loss_dtype), str(self.gradient_in_backward), str(self.backend)]
+        rest = [needs, str(self.logits_dtype), str(self.loss_dtype), str(self.gradient_in_backward), self.backend or ""]
         numbers = (
             options.ignore_index,
             options.label_smoothing,
@@ -77,7 +85,7 @@ class Recipe:
             logits_dtype=_value(logits_dtype),
             loss_dtype=_value(loss_dtype),
             gradient_in_backward=_value(in_backward),
-            backend=_value(backend),
+            backend=backend or None,
         )
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import spec
 from .context import autocast_dtype, recording
+from .dispatch import Op
 from .options import FLOATING_DTYPES, CrossEntropyOptions
 
 
 def check_tensors(
+    op: Op,
     input: Tensor,
     target: Tensor,
     options: CrossEntropyOptions,
@@ -20,21 +24,22 @@ def check_tensors(
     class_weight: Tensor | None,
 ) -> None:
     """Raise ValueError for anything about the tensors that no backend could serve."""
-    class_name = "weight" if weight is None else "ce_weight"
-    named = {"input": input, "target": target}
-    if weight is not None:
+    class_name = "weight" if op == "cross_entropy" else "ce_weight"
+    named: dict[str, Any] = {"input": input, "target": target}
+    if op == "fused_linear_cross_entropy":
         named["weight"] = weight
     if bias is not None:
         named["bias"] = bias
     if class_weight is not None:
         named[class_name] = class_weight
     for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        _check_tensor(name, tensor)
         if tensor.device != input.device:
             raise ValueError(
                 f"{name} is on {tensor.device}, input on {input.device}: all tensors must be on one device"
             )
+        if tensor.is_meta:
+            raise ValueError(f"{name} must hold values, got a tensor on the meta device")
         if name == "target":
             if tensor.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"target must be int64 or int32, got {_short(tensor.dtype)}")
@@ -75,6 +80,22 @@ def check_tensors(
         _check_in_place(input)
 
 
+def _check_tensor(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one")
+    if hasattr(tensor, "full_tensor"):
+        raise ValueError(f"{name} must be a plain torch.Tensor, got a DTensor: pass {name}.full_tensor() or .to_local()")
+
+
+def check_class_weight(name: str, weight: object) -> None:
+    """Raise ValueError unless a module can hold this as its class weights."""
+    if weight is not None and not isinstance(weight, Tensor):
+        raise ValueError(f"{name} must be None or a torch.Tensor of shape (V,), got {type(weight).__name__}")
+
+
 def _has_tangent(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():  # a traced graph has no forward-mode AD
         return False
@@ -103,15 +124,17 @@ def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> No
 
 
 def _check_in_place(input: Tensor) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(input.shape, input.stride(), strict=True)):
-        raise ValueError(f"in_place=True needs rows of their own, got an expanded input with strides {input.stride()}")
     try:
-        input.view(-1, input.shape[-1])
+        rows = input.view(-1, input.shape[-1])
     except RuntimeError as error:
         raise ValueError(
             f"in_place=True needs an input that flattens to (N, V) without a copy, got shape {tuple(input.shape)} "
             f"with strides {input.stride()}"
         ) from error
+    (n, vocab), (row_stride, stride) = rows.shape, rows.stride()
+    apart = n <= 1 or (row_stride > 0 and (row_stride > (vocab - 1) * stride or stride > (n - 1) * row_stride))
+    if not apart or (vocab > 1 and stride == 0):
+        raise ValueError(f"in_place=True needs elements of their own, got an overlapping input with strides {input.stride()}")
 
 
 def check_target_values(target: Tensor, vocab: int, ignore_index: int) -> None:

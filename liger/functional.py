@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .backends import linear
+from .call import gradient_waits
 from .checks import check_accum_dtype
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
@@ -73,7 +74,7 @@ def liger_cross_entropy(
         loss_dtype=loss_dtype,
         in_place=in_place,
     )
-    output = run(input, target, options, class_weight=weight, backend=backend)
+    output = run(input, target, options, op="cross_entropy", class_weight=weight, backend=backend)
     return output if options.wants_extras else output.loss
 
 
@@ -143,7 +144,16 @@ def liger_fused_linear_cross_entropy(
         use_token_scaling=use_token_scaling,
         chunk_size=chunk_size,
     )
-    output = run(input, target, options, weight=weight, bias=bias, class_weight=ce_weight, backend=backend)
+    output = run(
+        input,
+        target,
+        options,
+        op="fused_linear_cross_entropy",
+        weight=weight,
+        bias=bias,
+        class_weight=ce_weight,
+        backend=backend,
+    )
     return output if options.wants_extras else output.loss
 
 
@@ -184,12 +194,16 @@ def explain(
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     letters = SHAPE_LETTERS[op]
-    sized = len(shape) == len(letters) and all(isinstance(size, int) for size in shape)
+    sized = len(shape) == len(letters) and all(type(size) is int for size in shape)
     if not sized or shape[0] < 0 or min(shape[1:]) < 1:
         raise ValueError(f"shape must be ({', '.join(letters)}) of ints for {op}, all but N at least 1, got {shape!r}")
     if dtype not in FLOATING_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATING_DTYPES))}, got {dtype!r}")
-    tensors = tuple((name, True) for name in GIVEN_TENSORS[op] if options.pop(name, False))
+    given = {name: options.pop(name, False) for name in GIVEN_TENSORS[op]}
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False: whether the tensor would be given, got {type(value).__name__}")
+    tensors = tuple((name, True) for name, value in given.items() if value)
     known = CrossEntropyOptions.__dataclass_fields__
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -198,11 +212,10 @@ def explain(
     checked = CrossEntropyOptions(**options)
     if op == "fused_linear_cross_entropy":
         check_accum_dtype(checked.accum_dtype, dtype)
-    info = device if isinstance(device, DeviceInfo) else device_info(torch.device(device))
+    info = _device_of(device)
     explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + tensors), backend)
     if op == "cross_entropy" or explanation.chosen is None:
         return explanation
-    fp16_mean = dtype == torch.float16 and checked.reduction == "mean"
     plan = linear.make_plan(
         (shape[0], shape[1], shape[2]),
         info.type,
@@ -210,6 +223,15 @@ def explain(
         weight_dtype=dtype,
         chunk_size=checked.chunk_size,
         accum_dtype=checked.accum_dtype,
-        recompute=checked.reduction == "none" or fp16_mean,
+        recompute=gradient_waits(checked, dtype),
     )
     return Explanation(explanation.request, explanation.rows, explanation.chosen, explanation.source, plan)
+
+
+def _device_of(device: torch.device | DeviceInfo) -> DeviceInfo:
+    if isinstance(device, DeviceInfo):
+        return device
+    try:
+        return device_info(torch.device(device))
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(f"device must be a DeviceInfo or a device of this machine, got {device!r}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .checks import check_class_weight
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
 
@@ -48,6 +49,7 @@ class LigerCrossEntropyLoss(_Loss):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        check_class_weight("weight", weight)
         self.register_buffer("weight", weight)
         self.backend = backend
         self.options = CrossEntropyOptions(
@@ -65,7 +67,10 @@ class LigerCrossEntropyLoss(_Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         """Loss of `input` (..., V) logits and `target` (...)."""
-        return self._result(run(input, target, self.options, class_weight=self.weight, backend=self.backend))
+        output = run(
+            input, target, self.options, op="cross_entropy", class_weight=self.weight, backend=self.backend
+        )
+        return self._result(output)
 
 
 class LigerFusedLinearCrossEntropyLoss(_Loss):
@@ -94,6 +99,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         backend: str | None = None,
     ) -> None:
         super().__init__()
+        check_class_weight("ce_weight", ce_weight)
         self.register_buffer("ce_weight", ce_weight)
         self.backend = backend
         self.options = CrossEntropyOptions(
@@ -115,7 +121,14 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     ) -> Tensor | CrossEntropyOutput:
         """Loss of `input` (..., H), projected by `lin_weight` (V, H) and `bias` (V,), and `target` (...)."""
         output = run(
-            input, target, self.options, weight=lin_weight, bias=bias, class_weight=self.ce_weight, backend=self.backend
+            input,
+            target,
+            self.options,
+            op="fused_linear_cross_entropy",
+            weight=lin_weight,
+            bias=bias,
+            class_weight=self.ce_weight,
+            backend=self.backend,
         )
         return self._result(output)
 
@@ -152,7 +165,7 @@ class LigerCrossEntropyFunction:
             loss_dtype=loss_dtype,
             in_place=in_place,
         )
-        return run(input, target, options, class_weight=weight)
+        return run(input, target, options, op="cross_entropy", class_weight=weight)
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -189,4 +202,4 @@ class LigerFusedLinearCrossEntropyFunction:
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
         )
-        return run(input, target, options, weight=weight, bias=bias, class_weight=ce_weight)
+        return run(input, target, options, op="fused_linear_cross_entropy", weight=weight, bias=bias, class_weight=ce_weight)

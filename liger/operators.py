@@ -20,6 +20,8 @@ from .checks import check_target_values
 from .context import without_autocast
 from .spec import compute_dtype
 
+SCALED_ELEMENTS = 1 << 24
+
 
 def traced_loss(call: Call) -> tuple[Tensor | None, ...]:
     """The call's outputs, (loss, z_loss, token_accuracy, predicted_tokens), as nodes of the graph being traced."""
@@ -135,7 +137,17 @@ def scaled_gradients(saved: list[Tensor], grad_loss: Tensor, inputs: list[Tensor
     `inputs`, the tensors these are gradients of, are not read. They tell autograd that the result depends on them, so that
     a second derivative is an error and not a silent part of itself.
     """
-    return [(gradient.to(compute_dtype(gradient.dtype)) * grad_loss).to(gradient.dtype) for gradient in saved]
+    return [_scaled(gradient, grad_loss) for gradient in saved]
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Part by part, so that no fp32 copy of a head's whole gradient exists."""
+    out = torch.empty_like(gradient)
+    dtype = compute_dtype(gradient.dtype)
+    parts = (torch.split(tensor.view(-1), SCALED_ELEMENTS) for tensor in (out, gradient))
+    for into, part in zip(*parts, strict=True):
+        into.copy_(part.to(dtype) * factor)
+    return out
 
 
 @scaled_gradients.register_fake

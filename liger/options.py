@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +11,10 @@ from torch import Tensor
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+LARGEST, SMALLEST_CAP = 1e30, 1e-30
+"""Beyond these, arithmetic in fp32 would overflow or vanish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,19 +53,23 @@ class CrossEntropyOptions:
     """Rows of logits that exist at once (FLCE only, >= 1); None lets the plan choose."""
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int")
-        _require(self.reduction in REDUCTIONS, "reduction", self.reduction, "'mean', 'sum' or 'none'")
+        _require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int of 64 bits")
+        reduction: object = self.reduction
+        known = isinstance(reduction, str) and reduction in REDUCTIONS
+        _require(known, "reduction", reduction, "'mean', 'sum' or 'none'")
         smoothing = self.label_smoothing
         _require(_is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
         z_scale = self.lse_square_scale
-        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, "a finite number >= 0")
+        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, f"a number in [0, {LARGEST}]")
         cap = self.softcap
-        _require(cap is None or (_is_real(cap) and cap > 0), "softcap", cap, "None or a finite number > 0")
+        allowed = f"None or a number in [{SMALLEST_CAP}, {LARGEST}]"
+        _require(cap is None or (_is_real(cap) and cap >= SMALLEST_CAP), "softcap", cap, allowed)
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name in ("loss_dtype", "accum_dtype"):
             dtype = getattr(self, name)
-            _require(dtype is None or dtype in FLOATING_DTYPES, name, dtype, "None or a floating-point torch.dtype")
+            floating = isinstance(dtype, torch.dtype) and dtype in FLOATING_DTYPES
+            _require(dtype is None or floating, name, dtype, "None or a floating-point torch.dtype")
         size = self.chunk_size
         _require(size is None or (_is_int(size) and size >= 1), "chunk_size", size, "None or an int >= 1")
 
@@ -99,11 +106,11 @@ class CrossEntropyOutput(NamedTuple):
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from . import dispatch, spec
 from .autograd import LossFunction
-from .call import Call, Needs, Recipe
+from .call import Call, Needs, Recipe, gradient_waits
 from .checks import check_target_values, check_tensors
 from .context import autocast_dtype
+from .dispatch import Op
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
 
@@ -21,6 +22,7 @@ def run(
     target: Tensor,
     options: CrossEntropyOptions,
     *,
+    op: Op,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
@@ -32,7 +34,7 @@ def run(
         ValueError: a tensor, an option or a backend is not usable; nothing has been launched.
         UnsupportedError: no backend can serve the call.
     """
-    check_tensors(input, target, options, weight, bias, class_weight)
+    check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = torch.compiler.is_compiling()
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
@@ -70,8 +72,7 @@ def _recipe(
         loss_dtype = options.loss_dtype or spec.compute_dtype(input.dtype)
     else:
         loss_dtype = options.loss_dtype or input.dtype
-    # "none" has an upstream gradient per row. In fp16, 1/D would underflow in a gradient without its loss scale. A traced
-    # graph may not scale a saved gradient in place: there one more read of the logits costs less than a second gradient.
-    fp16_mean = logits_dtype == torch.float16 and options.reduction == "mean"
-    in_backward = any(needs) and (options.reduction == "none" or fp16_mean or (tracing and not fused))
+    # A traced graph may not scale a saved gradient in place: there one more read of given logits costs less than a second
+    # gradient.
+    in_backward = any(needs) and (gradient_waits(options, logits_dtype) or (tracing and not fused))
     return Recipe(options, needs, logits_dtype, loss_dtype, in_backward, backend)

@@ -182,7 +182,8 @@ def row_loss(stats: RowStats, vocab: int, inputs: RowInputs) -> RowResults:
     core = (1 - options.label_smoothing) * _target_weight(inputs, vocab) * nll
     if stats.weighted_sum is not None:
         core = core + options.label_smoothing / vocab * (_weight_sum(inputs, vocab) * log_sum - stats.weighted_sum)
-    z = options.lse_square_scale * (stats.maximum + log_sum) ** 2
+    lse = stats.maximum + log_sum
+    z = (options.lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
     inverse = _inverse_divisors(inputs.divisors)
     t = torch.exp(-nll) if options.use_token_scaling else 1.0
     z_loss = torch.where(valid, t * z * inverse.z, 0)
@@ -241,7 +242,7 @@ def reduce(
     if options.return_token_accuracy:
         valid = target != options.ignore_index
         hit = (results.predicted == target) & valid
-        accuracy = hit.float() if keep_rows else hit.sum() * _inverse(valid.sum(dtype=torch.float32))
+        accuracy = hit.float() if keep_rows else hit.sum() / valid.sum().clamp(min=1)
     return CrossEntropyOutput(
         loss=fold(results.loss),
         z_loss=None if results.z_loss is None else fold(results.z_loss),
@@ -281,4 +282,4 @@ def _inverse_divisors(divisors: Divisors | None) -> _Inverse:
 
 
 def _inverse(divisor: Tensor) -> Tensor:
-    return torch.where(divisor > 0, 1 / divisor, 0)
+    return torch.where(divisor != 0, 1 / divisor, 0)

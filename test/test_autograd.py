@@ -466,12 +466,21 @@ def test_in_place_keeps_strides(ce):
     assert (wide[:, 43:] == 7).all()
 
 
+def test_in_place_fills_a_transposed_layout(ce):
+    ce.needs(in_place=True)
+    inputs = ce.inputs(4, 40)
+    z = inputs.input.t().contiguous().t().requires_grad_()
+    ce(Inputs(z, inputs.target), in_place=True).backward()
+    assert torch.equal(z.grad, ce.outcome(inputs).input)
+
+
 def test_in_place_refuses_what_it_could_only_copy(ce):
     ce.needs(in_place=True)
     target = torch.tensor([1, 2, 3], device=ce.device)
-    expanded = torch.randn(1, 40, device=ce.device).expand(3, 40)
-    with pytest.raises(ValueError, match=r"in_place=True .* expanded"):
-        ce(Inputs(expanded, target), in_place=True)
+    base = torch.randn(200, device=ce.device)
+    for strides in ((0, 1), (20, 1), (1, 0), (1, 2)):  # expanded rows, overlapping ones, expanded columns, interleaved
+        with pytest.raises(ValueError, match=r"in_place=True .* overlapping"):
+            ce(Inputs(base.as_strided((3, 40), strides), target), in_place=True)
     unviewable = torch.randn(2, 3, 40, device=ce.device).transpose(0, 1)
     with pytest.raises(ValueError, match=r"in_place=True .* \(3, 2, 40\)"):
         ce(Inputs(unviewable, target.view(3, 1).expand(3, 2)), in_place=True)

@@ -293,7 +293,7 @@ GOOD = {"--op": CE, "--device": "cpu", "--dtype": "float32", "--shape": "8x16"}
         ({"--shape": "8x0"}, "shape must be (N, V) of ints"),
         ({"--reduction": "max"}, "reduction must be 'mean', 'sum' or 'none', got 'max'"),
         ({"--label-smoothing": "2"}, "label_smoothing must be a number in [0, 1], got 2.0"),
-        ({"--softcap": "nan"}, "softcap must be None or a finite number > 0, got nan"),
+        ({"--softcap": "nan"}, "softcap must be None or a number in [1e-30, 1e+30], got nan"),
         ({"--softcap": "much"}, "argument --softcap: invalid float value: 'much'"),
         ({"--chunk-size": "0"}, "chunk_size must be None or an int >= 1, got 0"),
         ({"--loss-dtype": "int32"}, "argument --loss-dtype: 'int32' is not one of float16"),

@@ -137,7 +137,7 @@ def test_E3_broken_packages(broken):
 
 def test_E3_missing_packages():
     told = fresh(f"{MISSING}\n{LOSSES}\n{REASONS}")
-    assert told.count("package triton is not installed (needs 3.2 <= version < 4)") == 2
+    assert told.count("package triton is not installed (needs 3.3 <= version < 4)") == 2
 
 
 def test_E3_the_command_line_reports_it(broken):

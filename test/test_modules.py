@@ -326,11 +326,11 @@ def test_inside_another_module(tensors, module):
 # Values that are refused, where they are given.
 
 ALLOWED = {
-    "ignore_index": "an int",
+    "ignore_index": "an int of 64 bits",
     "reduction": "'mean', 'sum' or 'none'",
     "label_smoothing": "a number in [0, 1]",
-    "lse_square_scale": "a finite number >= 0",
-    "softcap": "None or a finite number > 0",
+    "lse_square_scale": "a number in [0, 1e+30]",
+    "softcap": "None or a number in [1e-30, 1e+30]",
     "return_z_loss": "True or False",
     "return_token_accuracy": "True or False",
     "return_predicted_tokens": "True or False",

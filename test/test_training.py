@@ -269,7 +269,7 @@ def test_autocast_and_compile(loss, fresh_dynamo, place, backend, dtype):
     """Hidden states come in autocast's dtype, the head's weight in fp32. "eager" runs a traced graph under the caller's
     autocast, which must not reach into the operator: class weights and smoothing make products of their own.
     """
-    inputs = loss.inputs(2 if loss.interpreted else 8, VOCAB, class_weight=True)
+    inputs = loss.inputs(2 if loss.interpreted else 8, VOCAB, ignored=0.0, class_weight=True)
     inputs = replace(inputs, input=inputs.input.to(dtype))
 
     def bare(leaves):
@@ -288,7 +288,7 @@ def test_autocast_and_compile(loss, fresh_dynamo, place, backend, dtype):
         leaves = inputs.leaves()
         with torch.autocast(loss.device, dtype, enabled=place == "around"):
             value = call(leaves)
-        value.backward()
+            value.backward()
         gradients = [t.grad for t in (leaves.input, leaves.weight) if t is not None]
         assert value.dtype == F32
         assert [gradient.dtype for gradient in gradients] == [dtype, F32][: len(gradients)]
@@ -483,11 +483,13 @@ def test_functional_call(loss):
     given = {key: tensor.requires_grad_() for key, tensor in given.items()}
     before = [tensor.clone() for tensor in model.state_dict().values()]
     ((tokens, target),) = batches(1, loss.device)
+    own = model(tokens, target)
     value = torch.func.functional_call(model, {**given, f"loss.{name}": others.to(loss.device)}, (tokens, target))
     value.backward()
     wanted = twin(tokens, target)
     wanted.backward()
     assert torch.equal(value, wanted)
+    assert value != own
     assert same([tensor.grad for tensor in given.values()], [p.grad for p in twin.parameters()])
     assert same(model.state_dict().values(), before)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -10,13 +10,12 @@ import os
 import sys
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, bfloat16, cuda, float16, float32, float64  # the name torch is a backend's here
 
 from ..dispatch import Capability, Implementation, Op, Package, Request, register
 from ..spec import RowInputs, RowResults, RowStats
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+F16, BF16, F32, F64 = float16, bfloat16, float32, float64
 
 
 class RowKernels(Protocol):
@@ -41,15 +40,20 @@ CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
 
 INTERPRETER = "TRITON_INTERPRET"
-TRITON = Package("triton", "triton", minimum=(3, 2), below=(4,))
+TRITON = Package("triton", "triton", minimum=(3, 3), below=(4,), aliases=("pytorch-triton-rocm",))
 
 
-def _loaded_for_the_interpreter(request: Request) -> str | None:
-    """On CPU tensors: kernels that were loaded before TRITON_INTERPRET was set are compiled ones."""
-    module = sys.modules.get("liger.backends.triton")
-    if request.device.type != "cpu" or module is None or module.IS_INTERPRETED or os.environ.get(INTERPRETER) != "1":
+def _interpreter_in_time(request: Request) -> str | None:
+    """TRITON_INTERPRET takes effect when triton is imported: a later change is none."""
+    language = sys.modules.get("triton.language")
+    if language is None:
         return None
-    return f"{INTERPRETER} was set after the kernels were loaded: set it before the first call"
+    interprets = type(language.max).__name__ == "InterpretedFunction"
+    if request.device.type == "cpu" and os.environ.get(INTERPRETER) == "1" and not interprets:
+        return f"{INTERPRETER} was set after triton was imported: set it before"
+    if request.device.type != "cpu" and interprets and cuda.is_available():
+        return f"triton was imported with {INTERPRETER}=1, so its kernels run on the CPU only in this process"
+    return None
 
 
 def _triton(op: Op, options: frozenset[str]) -> Implementation:
@@ -61,7 +65,7 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
         min_capability=(8, 0),
         packages=(TRITON,),
         interpreter=INTERPRETER,
-        rule=_loaded_for_the_interpreter,
+        rule=_interpreter_in_time,
     )
     return Implementation(op=op, backend="triton", module="liger.backends.triton", capability=capability)
 

@@ -56,12 +56,14 @@ class Plan:
     """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
 
     def spans(self, rows: int) -> Iterator[slice]:
-        """Balanced ranges of at most `chunk_rows` rows: ceil(rows / chunk_rows) of them, none just a few rows long."""
+        """Balanced ranges of at most `chunk_rows` rows: ceil(rows / chunk_rows) of them, none much shorter than the others."""
         count = -(-rows // self.chunk_rows)
         if count == 0:
             return
-        tile = GEMM_ROW_TILE if self.chunk_rows >= GEMM_ROW_TILE else 1
-        step = min(self.chunk_rows, _round_up(-(-rows // count), tile))
+        step = -(-rows // count)
+        tiled = _round_up(step, GEMM_ROW_TILE)
+        if tiled <= self.chunk_rows and rows - tiled * (count - 1) >= GEMM_ROW_TILE:
+            step = tiled
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
@@ -255,11 +257,16 @@ def _accumulate(total: Tensor, grad: Tensor, chunk: Tensor, *, first: bool) -> N
             torch.mm(grad.t(), chunk, out=total)
         else:
             total.addmm_(grad.t(), chunk)
-    elif grad.device.type == "cuda" and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
+    elif _gemm_widens(grad) and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
         torch.addmm(total, grad.t(), chunk, out_dtype=torch.float32, beta=0 if first else 1, out=total)
     else:
         product = torch.mm(grad.t(), chunk)
         total.copy_(product) if first else total.add_(product)
+
+
+def _gemm_widens(tensor: Tensor) -> bool:
+    """Whether a GEMM of half-precision factors can add to an fp32 matrix: cuBLAS can."""
+    return tensor.device.type == "cuda" and torch.version.hip is None
 
 
 def _labelled_rows(call: Call, plan: Plan) -> Tensor | None:

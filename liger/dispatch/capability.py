@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,11 @@ class DeviceInfo:
     capability: tuple[int, int] | None = None
     """NVIDIA compute capability, such as (9, 0); None elsewhere."""
 
+    def __post_init__(self) -> None:
+        version: object = self.capability
+        if version is not None and not (isinstance(version, tuple) and [type(part) for part in version] == [int, int]):
+            raise ValueError(f"capability must be None or a tuple of two ints such as (9, 0), got {version!r}")
+
     def __str__(self) -> str:
         return self.type if self.capability is None else f"{self.type} {_dotted(self.capability)}"
 
@@ -38,6 +44,8 @@ _device_infos: dict[torch.device, DeviceInfo] = {}
 
 def device_info(device: torch.device) -> DeviceInfo:
     """The facts about the device of a tensor."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     info = _device_infos.get(device)
     if info is None:
         if device.type != "cuda":
@@ -77,10 +85,13 @@ class Package:
     module: str
     minimum: tuple[int, ...]
     below: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    """Other names under which the same distribution ships."""
 
     def reason(self) -> str | None:
         """Why this package cannot be used, without importing it; None if nothing is known against it."""
-        version = installed_version(self.name)
+        versions = (installed_version(name) for name in (self.name, *self.aliases))
+        version = next((version for version in versions if version is not None), None)
         window = f"{_dotted(self.minimum)} <= version < {_dotted(self.below)}"
         if version is None or not _has_module(self.module):
             return f"package {self.name} is not installed (needs {window})"
@@ -127,11 +138,19 @@ class Capability:
             out.append(f"dtype {_short(request.dtype)} (supported: {', '.join(sorted(map(_short, self.dtypes)))})")
         out += [f"{name}={value} is not supported" for name, value in request.options if name not in self.options]
         out += [reason for package in self.packages if (reason := package.reason()) is not None]
-        if self.rule is not None and (reason := self.rule(request)) is not None:
+        if self.rule is not None and (reason := _outcome(self.rule, request)) is not None:
             out.append(reason)
         return tuple(out)
 
 
+def _outcome(rule: Callable[[Request], str | None], request: Request) -> str | None:
+    try:
+        return rule(request)
+    except Exception as error:  # a broken backend is a reason, whatever it raised
+        return f"its rule raised {type(error).__name__}: {error}"
+
+
+@lru_cache
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution, read from its metadata (nothing is imported); None if absent."""
     try:
@@ -140,6 +159,7 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+@lru_cache
 def _has_module(module: str) -> bool:
     top = module.partition(".")[0]  # finding a submodule would import its parent
     try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from .capability import Capability, Op, Request
+from .capability import OPS, Capability, Op, Request
 
 if TYPE_CHECKING:
     from ..backends import RowKernels
@@ -68,7 +68,11 @@ class UnsupportedError(ValueError):
         self.reasons = reasons
         """((backend, reasons), ...) in order of preference."""
         lines = [f"  {backend}: {'; '.join(why)}" for backend, why in reasons]
+        self._source = source
         super().__init__(f"no backend can run {request} (backend from {source}):\n" + "\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # an error of a worker process has to reach its parent
+        return UnsupportedError, (self.request, self.reasons, self._source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ class Explanation:
 
 
 _table: list[Implementation] = []
+_interpreters: list[str] = []
+"""Environment variables that rows of the table look at."""
 _loaded: dict[str, RowKernels] = {}
 _memo: dict[tuple[Any, ...], Implementation] = {}
 _reported: set[tuple[Any, ...]] = set()
@@ -123,14 +129,31 @@ def register(implementation: Implementation, *, first: bool = False) -> Callable
     Example:
         >>> remove = liger.register(Implementation(op="cross_entropy", backend="mine", module="my.kernels", capability=...))
     """
+    if not isinstance(implementation, Implementation):
+        raise ValueError(f"implementation must be a liger.dispatch.Implementation, got {implementation!r}")
+    if implementation.op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {implementation.op!r}")
+    if not implementation.backend.isidentifier() or implementation.backend in AUTO:
+        raise ValueError(f"backend must be a name (letters, digits, _) other than auto, got {implementation.backend!r}")
     _table.insert(0 if first else len(_table), implementation)
-    _memo.clear()
+    _forget()
 
     def remove() -> None:
-        _table.remove(implementation)
-        _memo.clear()
+        if implementation in _table:
+            _table.remove(implementation)
+            _forget()
 
     return remove
+
+
+def _forget() -> None:
+    _memo.clear()
+    _interpreters[:] = dict.fromkeys(row.capability.interpreter for row in _table if row.capability.interpreter)
+
+
+def _check_name(argument: str, name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{argument} must be None or one of {', '.join(('auto', *backends()))}, got {name!r}")
 
 
 def table(op: Op) -> tuple[Implementation, ...]:
@@ -154,7 +177,8 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
         ValueError: no backend has that name.
         UnsupportedError: no row fits; it holds every row's every reason.
     """
-    key = (request, backend, os.environ.get(ENVIRONMENT_VARIABLE), os.environ.get("TRITON_INTERPRET"))
+    _check_name("backend", backend)
+    key = (request, backend, os.environ.get(ENVIRONMENT_VARIABLE), *(os.environ.get(name) for name in _interpreters))
     chosen = _memo.get(key)
     if chosen is None:
         name, source = _asked_for(backend)
@@ -177,6 +201,7 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
 
 def explain_request(request: Request, backend: str | None = None) -> Explanation:
     """Every candidate row with its reasons, and which one `resolve` would return (without the plan)."""
+    _check_name("backend", backend)
     name, source = _asked_for(backend)
     verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request.op, name))
     chosen = next((fitting for fitting, reasons in verdicts if not reasons), None)

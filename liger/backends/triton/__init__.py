@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from .launch import processor_count, row_grad_launch, rows_launch
 
 SCALE_BLOCK = 4096
 SCALE_PROGRAMS_PER_PROCESSOR = 8
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as triton saw it when the kernels were defined
 IS_HIP = torch.version.hip is not None
 
 
@@ -47,7 +45,6 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
             BLOCK=launch.block,
             WIDTH=launch.width(logits.element_size()),
             HELD=launch.held,
-            HELD_MASKED=launch.held > vocab,
             num_warps=launch.num_warps,
         )
 

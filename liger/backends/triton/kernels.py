@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e38)  # below any logit but finite: a group with nothing in it yields exp(-inf - LOWEST) = 0
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: a group with nothing in it yields exp(-inf - LOWEST) = 0
 
 
 @triton.jit
@@ -65,8 +65,14 @@ def _capped_block(x, offsets, vocab, softcap, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _pivot(row_ptr, target_logit, softcap):
+    """What smoothing's sum is taken relative to: near the row's values, so that digits remain; not a masked class."""
+    return tl.maximum(_capped(tl.load(row_ptr), softcap), target_logit)
+
+
+@triton.jit
 def _add_block(
-    s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr,
+    s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr,
     SMOOTHING: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fold a block into the running statistics of its lane groups."""
@@ -76,7 +82,7 @@ def _add_block(
     exps = tl.exp2((groups - larger[:, None]) * LOG2_E)
     sums = sums * tl.exp2((maxima - larger) * LOG2_E) + tl.sum(exps, 1)
     if SMOOTHING:
-        part = s - first
+        part = s - pivot
         if MASKED:
             part = tl.where(offsets < vocab, part, 0.0)
         if class_weight_ptr is not None:
@@ -87,24 +93,24 @@ def _add_block(
 
 @triton.jit
 def _statistics(
-    row_ptr, stride, vocab, softcap, class_weight_ptr, first, start, maxima, sums, weighted,
+    row_ptr, stride, vocab, softcap, class_weight_ptr, pivot, start, maxima, sums, weighted,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a row from `start` on, added to those given: (m, sum exp(s - m), sum w (s - first))."""
+    """Statistics of a row from `start` on, added to those given: (m, sum exp(s - m), sum w (s - pivot))."""
     lanes = tl.arange(0, BLOCK)
     full = vocab // BLOCK * BLOCK
     for begin in range(start, full, BLOCK):
         offsets = begin + lanes
         s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, EVICT), softcap)
         maxima, sums, weighted = _add_block(
-            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
+            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
         )
     if tl.maximum(full, start) < vocab:
         offsets = full + lanes
         x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, EVICT)
         s = _capped_block(x, offsets, vocab, softcap, True)
         maxima, sums, weighted = _add_block(
-            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, True, WIDTH
+            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, True, WIDTH
         )
     return maxima, sums, weighted
 
@@ -117,14 +123,15 @@ def _reduced(maxima, sums, weighted):
 
 @triton.jit
 def _argmax(row_ptr, stride, vocab, softcap, maximum, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Lowest index whose capped logit is the maximum."""
+    """Lowest index whose capped logit is the maximum; 0 for a row that has none (all NaN or all -inf)."""
     best = tl.full((BLOCK,), vocab, tl.int32)
     for begin in range(0, vocab, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, "")
         s = _capped_block(x, offsets, vocab, softcap, True)
         best = tl.minimum(best, tl.where(s == maximum, offsets, vocab))
-    return tl.min(best, 0)
+    found = tl.min(best, 0)
+    return tl.where(found < vocab, found, 0)
 
 
 @triton.jit
@@ -133,7 +140,7 @@ def _inverse(divisor_ptr):
         inverse = 1.0
     else:
         divisor = tl.load(divisor_ptr).to(tl.float32)
-        inverse = tl.where(divisor > 0.0, 1.0 / divisor, 0.0)
+        inverse = tl.where(divisor != 0.0, 1.0 / divisor, 0.0)
     return inverse
 
 
@@ -201,14 +208,14 @@ def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK
         _store(grad_ptr, offsets, grad_stride, vocab, tl.zeros((BLOCK,), tl.float32), True, GRAD_STRIDED)
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"])
 def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
     vocab, ignore_index, label_smoothing, lse_square_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr, HELD_MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Statistics, loss and, with `grad_ptr`, gradient of one row in one launch.
 
@@ -237,7 +244,7 @@ def rows_kernel(
     in_range = (y >= 0) & (y < vocab)
     y = tl.where(in_range, y, 0)
     target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
-    first = _capped(tl.load(row_ptr), softcap)
+    pivot = _pivot(row_ptr, target_logit, softcap)
 
     lanes = tl.arange(0, BLOCK)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
@@ -246,16 +253,16 @@ def rows_kernel(
     held = ()
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
-        x = _load(row_ptr, offsets, logits_stride, vocab, HELD_MASKED, STRIDED, "evict_first")
+        x = _load(row_ptr, offsets, logits_stride, vocab, False, STRIDED, "evict_first")
         held = held + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred expression)
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
-        s = _capped_block(held[i], offsets, vocab, softcap, HELD_MASKED)
+        s = _capped(held[i], softcap)
         maxima, sums, weighted = _add_block(
-            s, offsets, vocab, first, maxima, sums, weighted, class_weight_ptr, SMOOTHING, HELD_MASKED, WIDTH
+            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
         )
     maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, first, HELD, maxima, sums, weighted,
+        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, pivot, HELD, maxima, sums, weighted,
         SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
@@ -275,9 +282,9 @@ def rows_kernel(
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
             weight_sum = vocab * 1.0
-        loss += d * (weight_sum * (log_sum + (maximum - first)) - weighted_sum)
+        loss += d * (weight_sum * (log_sum + (maximum - pivot)) - weighted_sum)
     lse = maximum + log_sum
-    z = t * _inverse(z_divisor_ptr) * lse_square_scale * lse * lse
+    z = t * _inverse(z_divisor_ptr) * (lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
     tl.store(loss_ptr + row, loss + z)
     if z_loss_ptr is not None:
         tl.store(z_loss_ptr + row, z)
@@ -293,7 +300,7 @@ def rows_kernel(
             offsets = i * BLOCK + lanes
             s = _capped(held[i], softcap)
             g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
-            _store(grad_row_ptr, offsets, grad_stride, vocab, g, HELD_MASKED, GRAD_STRIDED)
+            _store(grad_row_ptr, offsets, grad_stride, vocab, g, False, GRAD_STRIDED)
         _write_gradient(
             row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap,
             class_weight_ptr, HELD, SMOOTHING, STRIDED, GRAD_STRIDED, BLOCK,
@@ -312,12 +319,12 @@ def row_stats_kernel(
     y = tl.load(target_ptr + row * target_stride).to(tl.int64)
     in_range = (y >= 0) & (y < vocab)
     target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), softcap)
-    first = _capped(tl.load(row_ptr), softcap)
+    pivot = _pivot(row_ptr, target_logit, softcap)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
     weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
     maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, first, 0, maxima, sums, weighted,
+        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, pivot, 0, maxima, sums, weighted,
         SMOOTHING, STRIDED, "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
@@ -329,13 +336,13 @@ def row_stats_kernel(
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
             weight_sum = vocab * 1.0
-        tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - first))
+        tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - pivot))
     if argmax_ptr is not None:
         best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)
         tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"])
 def row_grad_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
@@ -359,6 +366,7 @@ def row_grad_kernel(
     if TOKEN_SCALING:
         target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
         t *= tl.exp2((target_logit - maximum - log_sum) * LOG2_E)
+        tl.debug_barrier()  # the gradient may overwrite the logits: every warp has read this one first
     a, b, d = _coefficients(
         y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
         label_smoothing, lse_square_scale,

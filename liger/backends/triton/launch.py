@@ -19,7 +19,7 @@ class Launch(NamedTuple):
     """Logits a program handles at a time."""
     num_warps: int
     held: int = 0
-    """Logits at the head of a row that stay in registers between the two passes; a multiple of `block`."""
+    """Logits at the head of a row that stay in registers between the two passes: whole blocks, no more than there are."""
 
     def width(self, itemsize: int) -> int:
         """Logits of one lane group."""
