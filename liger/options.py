@@ -15,6 +15,8 @@ FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 LARGEST, SMALLEST_CAP = 1e30, 1e-30
 """Beyond these, arithmetic in fp32 would overflow or vanish."""
+# Written out here: a traced call may see module constants as symbols, which no message can hold.
+SCALES, CAPS = f"a number in [0, {LARGEST}]", f"None or a number in [{SMALLEST_CAP}, {LARGEST}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +62,9 @@ class CrossEntropyOptions:
         smoothing = self.label_smoothing
         _require(_is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
         z_scale = self.lse_square_scale
-        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, f"a number in [0, {LARGEST}]")
+        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, SCALES)
         cap = self.softcap
-        allowed = f"None or a number in [{SMALLEST_CAP}, {LARGEST}]"
-        _require(cap is None or (_is_real(cap) and cap >= SMALLEST_CAP), "softcap", cap, allowed)
+        _require(cap is None or (_is_real(cap) and cap >= SMALLEST_CAP), "softcap", cap, CAPS)
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name in ("loss_dtype", "accum_dtype"):

@@ -153,7 +153,7 @@ def test_tensors_that_are_no_floats_are_refused(loss, dtype, name):
 @pytest.mark.parametrize("name", ["input", "target", "class_weight"])
 def test_tensors_without_values_are_refused(loss, name):
     inputs = loss.inputs(3, 37, class_weight=True)
-    with pytest.raises(ValueError, match=r"must hold values, got a tensor on the meta device"):
+    with pytest.raises(ValueError, match=r"on (the )?meta"):
         loss(replace(inputs, **{name: getattr(inputs, name).to("meta")}))
 
 
