@@ -24,9 +24,9 @@ from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementatio
 from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
 from .functional import GIVEN_TENSORS
-from .options import FLOATING_DTYPES, CrossEntropyOptions
+from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATING_DTYPES}
+DTYPES = {dtype_name(dtype): dtype for dtype in FLOATING_DTYPES}
 SHAPES: dict[Op, tuple[int, ...]] = {
     "cross_entropy": (8192, 128256),
     "fused_linear_cross_entropy": (8192, 128256, 4096),
@@ -325,7 +325,7 @@ def explanation_json(answer: Explanation) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

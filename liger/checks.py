@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from . import spec
 from .context import autocast_dtype, recording
 from .dispatch import Op
-from .options import FLOATING_DTYPES, CrossEntropyOptions
+from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
 
 
 def check_tensors(
@@ -42,9 +42,9 @@ def check_tensors(
             raise ValueError(f"{name} must hold values, got a tensor on the meta device")
         if name == "target":
             if tensor.dtype not in (torch.int64, torch.int32):
-                raise ValueError(f"target must be int64 or int32, got {_short(tensor.dtype)}")
+                raise ValueError(f"target must be int64 or int32, got {dtype_name(tensor.dtype)}")
         elif tensor.dtype not in FLOATING_DTYPES:
-            raise ValueError(f"{name} must be {', '.join(map(_short, FLOATING_DTYPES))}, got {_short(tensor.dtype)}")
+            raise ValueError(f"{name} must be {', '.join(map(dtype_name, FLOATING_DTYPES))}, got {dtype_name(tensor.dtype)}")
     if input.ndim == 0 or input.shape[-1] == 0:
         raise ValueError(f"input must have a non-empty last dimension, got shape {tuple(input.shape)}")
     if target.shape != input.shape[:-1]:
@@ -106,8 +106,8 @@ def check_accum_dtype(accum: torch.dtype | None, weight: torch.dtype) -> None:
     """Raise ValueError unless a weight's gradient can be summed in this: its own dtype, or the one that computes."""
     allowed = dict.fromkeys((weight, spec.compute_dtype(weight)))
     if accum is not None and accum not in allowed:
-        names = " or ".join(map(_short, allowed))
-        raise ValueError(f"accum_dtype must be None or {names} for a {_short(weight)} weight, got {_short(accum)}")
+        names = " or ".join(map(dtype_name, allowed))
+        raise ValueError(f"accum_dtype must be None or {names} for a {dtype_name(weight)} weight, got {dtype_name(accum)}")
 
 
 def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -118,7 +118,7 @@ def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> No
         casts = autocast_dtype(input) is not None and torch.float64 not in (tensor.dtype, input.dtype)
         if mixed and not casts:
             raise ValueError(
-                f"{name} is {_short(tensor.dtype)} but input is {_short(input.dtype)}: "
+                f"{name} is {dtype_name(tensor.dtype)} but input is {dtype_name(input.dtype)}: "
                 "they must have one dtype (or be called under autocast)"
             )
 
@@ -149,7 +149,3 @@ def check_target_values(target: Tensor, vocab: int, ignore_index: int) -> None:
             f"target{where} is {target[position].item()}, outside [0, {vocab}) and not ignore_index={ignore_index}; "
             f"{wrong.sum().item()} such targets"
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,12 @@ REDUCTIONS = ("mean", "sum", "none")
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As messages, tables and the command line call it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 LARGEST, SMALLEST_CAP = 1e30, 1e-30
 """Beyond these, arithmetic in fp32 would overflow or vanish."""
 # Written out here: a traced call may see module constants as symbols, which no message can hold.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..options import dtype_name
 from ..spec import RowResults, compute_dtype
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Plan:
 
     def __str__(self) -> str:
         when = "gradients in backward" if self.recompute else "gradients in forward"
-        gemm, accum = (str(dtype).removeprefix("torch.") for dtype in (self.gemm_dtype, self.accum_dtype))
+        gemm, accum = dtype_name(self.gemm_dtype), dtype_name(self.accum_dtype)
         return (
             f"{self.chunks} chunk{'' if self.chunks == 1 else 's'} of up to {self.chunk_rows} rows, {gemm} GEMMs, "
             f"weight gradient summed in {accum}, {when}; "

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..options import dtype_name
+
 Op = Literal["cross_entropy", "fused_linear_cross_entropy"]
 OPS: tuple[Op, ...] = ("cross_entropy", "fused_linear_cross_entropy")
 SHAPE_LETTERS: dict[str, tuple[str, ...]] = {"cross_entropy": ("N", "V"), "fused_linear_cross_entropy": ("N", "V", "H")}
@@ -74,7 +76,7 @@ class Request:
     def __str__(self) -> str:
         shape = ", ".join(f"{k}={v}" for k, v in zip(SHAPE_LETTERS[self.op], self.shape, strict=True))
         options = "".join(f", {name}={value}" for name, value in self.options)
-        return f"{self.op} on {self.device}, {_short(self.dtype)}, {shape}{options}"
+        return f"{self.op} on {self.device}, {dtype_name(self.dtype)}, {shape}{options}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class Capability:
             if self.min_capability is not None and (device.capability or (0, 0)) < self.min_capability:
                 out.append(f"compute capability {given} (needs at least {_dotted(self.min_capability)})")
         if request.dtype not in self.dtypes:
-            out.append(f"dtype {_short(request.dtype)} (supported: {', '.join(sorted(map(_short, self.dtypes)))})")
+            out.append(f"dtype {dtype_name(request.dtype)} (supported: {', '.join(sorted(map(dtype_name, self.dtypes)))})")
         out += [f"{name}={value} is not supported" for name, value in request.options if name not in self.options]
         out += [reason for package in self.packages if (reason := package.reason()) is not None]
         if self.rule is not None and (reason := _outcome(self.rule, request)) is not None:
@@ -181,7 +183,3 @@ def _release(version: str) -> tuple[int, ...]:
 
 def _dotted(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

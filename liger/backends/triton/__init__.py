@@ -72,7 +72,7 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
             inputs.class_weight_sum,
             *stats,
             vocab,
-            options.softcap,
+            _float(options.softcap),
             SMOOTHING=options.label_smoothing > 0,
             STRIDED=logits.stride(1) != 1,
             BLOCK=launch.block,

@@ -220,7 +220,7 @@ def rows_kernel(
     """Statistics, loss and, with `grad_ptr`, gradient of one row in one launch.
 
     Reads the row once, and all but its first HELD logits a second time (mostly from L2) for the gradient, which is
-    written once. Pointers that are None leave their part out.
+    written once; a prediction reads it once more. Pointers that are None leave their part out.
     """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
