@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import spec
 from .backends import RowKernels, linear, logits
+from .backends.split import SplitVocabulary
 from .call import Call, Gradients
 from .context import without_autocast
 from .dispatch import Implementation
@@ -34,6 +35,12 @@ def gradients_in_backward(call: Call, kernels: RowKernels, lse: Tensor, grad_los
     return backward(call, kernels, lse, grad_loss.reshape(-1).expand(call.rows))
 
 
+def kernels_for(call: Call, implementation: Implementation) -> RowKernels:
+    """The kernels of an implementation, for as much of the vocabulary as the call's logits cover."""
+    kernels, split = implementation.kernels(), call.options.vocab_parallel
+    return kernels if split is None else SplitVocabulary(kernels, split)
+
+
 class LossFunction(torch.autograd.Function):
     """Forward and backward of every eager call."""
 
@@ -43,7 +50,7 @@ class LossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The call's outputs; gradients for an upstream gradient of 1 are made here unless the recipe says later."""
         with without_autocast(input):
-            output, saved = losses(call, implementation.kernels())
+            output, saved = losses(call, kernels_for(call, implementation))
         if call.recipe.gradient_in_backward:
             ctx.save_for_backward(*call.tensors, *saved)
         else:
@@ -74,7 +81,7 @@ class LossFunction(torch.autograd.Function):
             if ctx.recipe.gradient_in_backward:
                 input, target, weight, bias, class_weight, lse = ctx.saved_tensors
                 call = Call(input, target, weight, bias, class_weight, ctx.recipe)
-                gradients = gradients_in_backward(call, ctx.implementation.kernels(), lse, grad_loss)
+                gradients = gradients_in_backward(call, kernels_for(call, ctx.implementation), lse, grad_loss)
             else:
                 gradients = _saved_gradients(ctx, grad_loss)
         ctx.used = True

@@ -47,6 +47,8 @@ class Plan:
     """Chunks when every row is labelled; ignored rows leave whole chunks out."""
     gemm_dtype: torch.dtype
     """Dtype of the projections and of the logits slab."""
+    sum_dtype: torch.dtype
+    """Dtype in which the ranks of a split vocabulary sum the gradient of the hidden states."""
     accum_dtype: torch.dtype
     """Dtype in which the weight's gradient is summed over chunks."""
     recompute: bool
