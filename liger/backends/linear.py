@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..context import may_wait
 from ..options import dtype_name
 from ..spec import RowResults, compute_dtype
 
@@ -57,16 +58,15 @@ class Plan:
     """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
 
     def spans(self, rows: int) -> Iterator[slice]:
-        """Balanced ranges of at most `chunk_rows` rows: ceil(rows / chunk_rows) of them, none much shorter than the others."""
-        count = -(-rows // self.chunk_rows)
-        if count == 0:
-            return
-        step = -(-rows // count)
-        tiled = _round_up(step, GEMM_ROW_TILE)
-        if tiled <= self.chunk_rows and rows - tiled * (count - 1) >= GEMM_ROW_TILE:
-            step = tiled
-        for start in range(0, rows, step):
-            yield slice(start, min(start + step, rows))
+        """Ranges of `chunk_rows` rows, ceil(rows / chunk_rows) of them; a short rest shares with the chunk before it."""
+        start, left = 0, rows
+        while left > 0:
+            size = min(left, self.chunk_rows)
+            if size < left < 1.5 * self.chunk_rows:  # the last two: no GEMM on a handful of rows
+                half = _round_up(-(-left // 2), GEMM_ROW_TILE)
+                size = half if half <= self.chunk_rows and left - half >= GEMM_ROW_TILE else -(-left // 2)
+            yield slice(start, start + size)
+            start, left = start + size, left - size
 
     def skips(self, labelled: int) -> bool:
         """Whether leaving out the other rows pays: a chunk goes away, or enough rows do."""
@@ -140,11 +140,11 @@ def plan_for(call: Call) -> Plan:
     )
 
 
-def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
-    """Row results and, unless backward makes them, the wanted gradients for an upstream gradient of 1."""
+def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
+    """Row results; unless backward makes them, the wanted gradients for an upstream gradient of 1; the rows projected."""
     plan = plan_for(call)
     inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
-    index = _labelled_rows(call, plan)
+    index = labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
@@ -158,14 +158,16 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     _project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
-    return results, None if gradients is None else gradients.finish()
+    return results, None if gradients is None else gradients.finish(), index
 
 
-def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
-    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum."""
+def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, index: Tensor | None) -> Gradients:
+    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum.
+
+    `index`: the rows that forward projected, None for all.
+    """
     plan = plan_for(call)
     inputs = call.row_inputs()
-    index = _labelled_rows(call, plan)
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
     gradients = _Gradients(call, plan, index)
@@ -270,9 +272,10 @@ def _gemm_widens(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and torch.version.hip is None
 
 
-def _labelled_rows(call: Call, plan: Plan) -> Tensor | None:
+def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     """Index of the rows to project, or None for all: because few are ignored, or the host may not wait for the count."""
-    if not call.may_sync:
+    plan = plan or plan_for(call)
+    if not may_wait(call.input):
         return None
     index = (call.target != call.options.ignore_index).nonzero()[:, 0]
     return index if plan.skips(index.shape[0]) else None
