@@ -13,6 +13,7 @@ from .checks import check_accum_dtype
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
+from .vocab_parallel import VocabParallel
 
 
 def liger_cross_entropy(
@@ -30,6 +31,7 @@ def liger_cross_entropy(
     return_predicted_tokens: bool = False,
     loss_dtype: torch.dtype | None = None,
     in_place: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     backend: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
     r"""Cross entropy of logits with integer targets; the equations are in `liger.spec`.
@@ -48,6 +50,7 @@ def liger_cross_entropy(
         return_predicted_tokens: also return the arg max.
         loss_dtype: dtype of the loss; None is the input's (fp32 under autocast). Triton only.
         in_place: the gradient takes the logits' storage, and the graph becomes single-use. Triton only.
+        vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
         backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
@@ -73,6 +76,7 @@ def liger_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
         loss_dtype=loss_dtype,
         in_place=in_place,
+        vocab_parallel=vocab_parallel,
     )
     output = run(input, target, options, op="cross_entropy", class_weight=weight, backend=backend)
     return output if options.wants_extras else output.loss
@@ -96,6 +100,7 @@ def liger_fused_linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False,
     chunk_size: int | None = None,
+    vocab_parallel: VocabParallel | None = None,
     backend: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
     r"""Cross entropy of `input @ weight.T + bias` without the full logits; the equations are in `liger.spec`.
@@ -117,6 +122,7 @@ def liger_fused_linear_cross_entropy(
         accum_dtype: dtype in which `weight`'s gradient is summed over chunks: its own, or fp32; None lets the plan choose.
         use_token_scaling: scale each row by the detached probability of its target.
         chunk_size: rows of logits that exist at once; None lets the plan choose.
+        vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
         backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
@@ -143,6 +149,7 @@ def liger_fused_linear_cross_entropy(
         accum_dtype=accum_dtype,
         use_token_scaling=use_token_scaling,
         chunk_size=chunk_size,
+        vocab_parallel=vocab_parallel,
     )
     output = run(
         input,
@@ -224,6 +231,7 @@ def explain(
         chunk_size=checked.chunk_size,
         accum_dtype=checked.accum_dtype,
         recompute=gradient_waits(checked, dtype),
+        ranks=1 if checked.vocab_parallel is None else checked.vocab_parallel.ranks,
     )
     return Explanation(explanation.request, explanation.rows, explanation.chosen, explanation.source, plan)
 

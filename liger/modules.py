@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .checks import check_class_weight
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
+from .vocab_parallel import VocabParallel
 
 
 class _Loss(nn.Module):
@@ -46,6 +47,7 @@ class LigerCrossEntropyLoss(_Loss):
         return_predicted_tokens: bool = False,
         loss_dtype: torch.dtype | None = None,
         in_place: bool = False,
+        vocab_parallel: VocabParallel | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -63,6 +65,7 @@ class LigerCrossEntropyLoss(_Loss):
             return_predicted_tokens=return_predicted_tokens,
             loss_dtype=loss_dtype,
             in_place=in_place,
+            vocab_parallel=vocab_parallel,
         )
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -96,6 +99,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
         chunk_size: int | None = None,
+        vocab_parallel: VocabParallel | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -114,6 +118,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
             chunk_size=chunk_size,
+            vocab_parallel=vocab_parallel,
         )
 
     def forward(

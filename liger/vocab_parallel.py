@@ -231,8 +231,7 @@ def _checked(told: list[tuple[Any, ...]], own: tuple[Any, ...], group: dist.Proc
         _require(all(isinstance(flag, bool) for flag in flags), "sequence_parallel, reduce_input_grad", flags, "True or False")
         _require(_is_size(start), "start", start, "an int >= 0")
         _require(_is_size(stop) and stop >= start, "stop", stop, f"an int >= start = {start}")
-        same = (vocab_size, *flags) == own[2:]
-        _require(same, "vocab_size and the flags", f"{(vocab_size, *flags)} and {own[2:]}", "the same on every rank")
+        _require((vocab_size, *flags) == own[2:], "vocab_size and the flags", (vocab_size, *flags), f"{own[2:]} on every rank")
     _require(own[4] or not own[3], "reduce_input_grad", own[4], "True with sequence_parallel, which scatters the sum")
     bounds = tuple((start, stop) for start, stop, *_ in told)
     _require(len(bounds) == dist.get_world_size(group), "bounds", bounds, "one (start, stop) for each rank of the group")
@@ -262,8 +261,8 @@ def _check_placement(name: str, tensor: Any, dim: int | None) -> None:
     wanted = Replicate() if dim is None else Shard(dim)
     if tuple(tensor.placements) != (wanted,):
         raise ValueError(
-            f"{name} must be a DTensor with placements ({wanted},) on a one-dimensional mesh, got {tuple(tensor.placements)} on "
-            f"{tensor.device_mesh}: {name}.redistribute(placements=[{wanted}]) on such a mesh, or pass the local tensor"
+            f"{name} must be a DTensor with placements ({wanted},) on a one-dimensional mesh, got {tuple(tensor.placements)} "
+            f"on {tensor.device_mesh}: {name}.redistribute(placements=[{wanted}]) on such a mesh, or pass the local tensor"
         )
 
 
@@ -280,7 +279,7 @@ def _collective(name: str, older: str) -> Callable[..., Any]:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and value >= 0
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -55,7 +55,7 @@ def test_recomputation_leaves_out_the_same(flce, ignored, products):
     assert len(backward.input_products(V, H)) == len(backward.weight_products(V, H)) == products
 
 
-def test_time_follows_the_labelled_rows(flce):
+def test_time_follows_thelabelled_rows(flce):
     """M9: with 90 % ignored the products see a tenth of the rows, in a tenth of the chunks."""
     forward, _ = products_of(flce, with_ignored(flce, 50, 45), chunk_size=5)
     assert [product.rows for product in forward.logits_products(V, H)] == [5]
@@ -71,7 +71,7 @@ def test_where_skipping_does_not_pay_nothing_is_gathered(flce, monkeypatch, redu
     gathers = {"index_select", "index_copy_", "index_copy", "index"}
     assert not gathers & {*forward.names, *backward.names}
     got = flce.outcome(inputs, chunk_size=16, reduction=reduction)
-    monkeypatch.setattr(linear, "_labelled_rows", lambda call, plan: None)
+    monkeypatch.setattr(linear, "labelled_rows", lambda call, plan: None)
     plain = flce.outcome(inputs, chunk_size=16, reduction=reduction)
     for value, expected in zip(_values(got), _values(plain), strict=True):
         assert torch.equal(value, expected)

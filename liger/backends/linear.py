@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..context import may_wait
 from ..options import dtype_name
 from ..spec import RowResults, compute_dtype
 
 if TYPE_CHECKING:
     from ..call import Call, Gradients
+    from ..vocab_parallel import VocabParallel
     from . import RowKernels
 
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
@@ -47,8 +49,6 @@ class Plan:
     """Chunks when every row is labelled; ignored rows leave whole chunks out."""
     gemm_dtype: torch.dtype
     """Dtype of the projections and of the logits slab."""
-    sum_dtype: torch.dtype
-    """Dtype in which the ranks of a split vocabulary sum the gradient of the hidden states."""
     accum_dtype: torch.dtype
     """Dtype in which the weight's gradient is summed over chunks."""
     recompute: bool
@@ -57,18 +57,24 @@ class Plan:
     """The logits slab, the only one."""
     peak_bytes: int
     """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
+    ranks: int = 1
+    """Among how many the vocabulary is split; bytes are those of one."""
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype in which the ranks sum the input's gradient: of few parts a half-precision one, as with few chunks."""
+        return self.gemm_dtype if self.ranks <= FEW_CHUNKS else compute_dtype(self.gemm_dtype)
 
     def spans(self, rows: int) -> Iterator[slice]:
-        """Balanced ranges of at most `chunk_rows` rows: ceil(rows / chunk_rows) of them, none much shorter than the others."""
-        count = -(-rows // self.chunk_rows)
-        if count == 0:
-            return
-        step = -(-rows // count)
-        tiled = _round_up(step, GEMM_ROW_TILE)
-        if tiled <= self.chunk_rows and rows - tiled * (count - 1) >= GEMM_ROW_TILE:
-            step = tiled
-        for start in range(0, rows, step):
-            yield slice(start, min(start + step, rows))
+        """Ranges of `chunk_rows` rows, ceil(rows / chunk_rows) of them; a short rest shares with the chunk before it."""
+        start, left = 0, rows
+        while left > 0:
+            size = min(left, self.chunk_rows)
+            if size < left < 1.5 * self.chunk_rows:  # the last two: no GEMM on a handful of rows
+                half = _round_up(-(-left // 2), GEMM_ROW_TILE)
+                size = half if half <= self.chunk_rows and left - half >= GEMM_ROW_TILE else -(-left // 2)
+            yield slice(start, start + size)
+            start, left = start + size, left - size
 
     def skips(self, labelled: int) -> bool:
         """Whether leaving out the other rows pays: a chunk goes away, or enough rows do."""
@@ -78,9 +84,10 @@ class Plan:
     def __str__(self) -> str:
         when = "gradients in backward" if self.recompute else "gradients in forward"
         gemm, accum = dtype_name(self.gemm_dtype), dtype_name(self.accum_dtype)
+        ranks = f"input gradient summed over {self.ranks} ranks in {dtype_name(self.sum_dtype)}, " if self.ranks > 1 else ""
         return (
             f"{self.chunks} chunk{'' if self.chunks == 1 else 's'} of up to {self.chunk_rows} rows, {gemm} GEMMs, "
-            f"weight gradient summed in {accum}, {when}; "
+            f"weight gradient summed in {accum}, {ranks}{when}; "
             f"slab {self.slab_bytes / MIB:.1f} MiB, predicted peak {self.peak_bytes / MIB:.1f} MiB"
         )
 
@@ -94,6 +101,7 @@ def make_plan(
     chunk_size: int | None,
     accum_dtype: torch.dtype | None,
     recompute: bool,
+    ranks: int = 1,
 ) -> Plan:
     """The plan for `shape` (N, V, H).
 
@@ -101,22 +109,25 @@ def make_plan(
         dtype: of the projections, before what the device imposes.
         weight_dtype: of the caller's weight, which its gradient is returned in.
         recompute: whether gradients are made in backward.
+        ranks: among how many the vocabulary is split. They have to agree on the chunks, so these come from V; and one's
+            logits are narrower, so that the same slab has more rows.
     """
     n, vocab, hidden = shape
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
     row_bytes = vocab * gemm_dtype.itemsize
-    chunk_rows = min(chunk_size or _default_chunk_rows(n, row_bytes, device_type), max(n, 1))
+    chunk_rows = min(chunk_size or ranks * _default_chunk_rows(n, row_bytes, device_type), max(n, 1))
     chunks = -(-n // chunk_rows)
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
-    slab_bytes = chunk_rows * row_bytes
-    weight_elements = vocab * hidden
+    classes = -(-vocab // ranks)
+    slab_bytes = chunk_rows * classes * gemm_dtype.itemsize
+    weight_elements = classes * hidden
     grad_bytes = n * hidden * dtype.itemsize + weight_elements * accum_dtype.itemsize
     copy_bytes = weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0
     cast_bytes = weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0
     peak_bytes = grad_bytes + max(slab_bytes + copy_bytes, cast_bytes)
-    return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes)
+    return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes, ranks)
 
 
 def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
@@ -130,7 +141,7 @@ def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
 
 def plan_for(call: Call) -> Plan:
     """The plan of a call."""
-    weight = _present(call.weight)
+    weight, split = _present(call.weight), call.options.vocab_parallel
     return make_plan(
         (call.rows, call.vocab, call.input.shape[1]),
         call.input.device.type,
@@ -139,14 +150,15 @@ def plan_for(call: Call) -> Plan:
         chunk_size=call.options.chunk_size,
         accum_dtype=call.options.accum_dtype,
         recompute=call.recipe.gradient_in_backward,
+        ranks=1 if split is None else split.ranks,
     )
 
 
-def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
-    """Row results and, unless backward makes them, the wanted gradients for an upstream gradient of 1."""
+def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
+    """Row results; unless backward makes them, the wanted gradients for an upstream gradient of 1; the rows projected."""
     plan = plan_for(call)
     inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
-    index = _labelled_rows(call, plan)
+    index = labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
@@ -160,14 +172,16 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     _project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
-    return results, None if gradients is None else gradients.finish()
+    return results, None if gradients is None else gradients.finish(), index
 
 
-def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
-    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum."""
+def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, index: Tensor | None) -> Gradients:
+    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum.
+
+    `index`: the rows that forward projected, None for all.
+    """
     plan = plan_for(call)
     inputs = call.row_inputs()
-    index = _labelled_rows(call, plan)
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
     gradients = _Gradients(call, plan, index)
@@ -187,8 +201,11 @@ def _project(
     gradients: _Gradients | None,
 ) -> None:
     """Run `rows` on the logits of each chunk in turn and, with `gradients`, add what it turned them into."""
-    x, weight = call.input.detach(), _present(call.weight).detach().to(plan.gemm_dtype)
-    bias = None if call.bias is None else call.bias.detach().to(plan.gemm_dtype)
+    x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
+    if split is not None and split.sequence_parallel:
+        x = split.gather_tokens(x)
+    weight = _present(call.weight).detach()[:classes].to(plan.gemm_dtype)
+    bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
     spans = list(plan.spans(call.rows if index is None else index.shape[0]))
     if not spans:
         return
@@ -208,30 +225,35 @@ def _project(
             torch.addmm(bias, chunk, weight.t(), out=logits)
         rows(logits, span)
         if gradients is not None:
-            gradients.add(logits, chunk, weight, span)
+            gradients.add(logits, chunk, weight, span, last=span is spans[-1])
 
 
 class _Gradients:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
-        x, weight, needs = call.input, _present(call.weight), call.recipe.needs
-        vocab, hidden = weight.shape
+        x, weight, needs, split = call.input, _present(call.weight), call.recipe.needs, call.options.vocab_parallel
         self.index = index
         self.started = False
+        self.parts = None
+        if needs.input and split is not None and split.reduce_input_grad:
+            self.parts = _InputParts(call, plan, index, split)
         new_input = x.new_empty if index is None else x.new_zeros
-        self.input = new_input(x.shape) if needs.input else None
-        self.weight = weight.new_empty((vocab, hidden), dtype=plan.accum_dtype) if needs.weight else None
-        self.bias = weight.new_zeros(vocab, dtype=compute_dtype(plan.gemm_dtype)) if needs.bias else None
+        self.input = new_input(x.shape) if needs.input and self.parts is None else None
+        self.weight = weight.new_empty(weight.shape, dtype=plan.accum_dtype) if needs.weight else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=compute_dtype(plan.gemm_dtype)) if needs.bias else None
+        self.classes = _classes(call)
         self.weight_dtype = weight.dtype
         self.bias_dtype = None if call.bias is None else call.bias.dtype
 
-    def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
+    def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
         """Add a chunk: `grad` (n, V) of its logits, `chunk` (n, H) its input (whose storage may be overwritten if gathered)."""
+        if self.parts is not None:  # first, so that the ranks sum while the weight's product runs
+            self.parts.add(grad, weight, span, last=last)
         if self.weight is not None:
-            _accumulate(self.weight, grad, chunk, first=not self.started)
+            _accumulate(self.weight[: self.classes], grad.t(), chunk, first=not self.started)
         if self.bias is not None:
-            self.bias += grad.sum(0, dtype=self.bias.dtype)
+            self.bias[: self.classes] += grad.sum(0, dtype=self.bias.dtype)
         if self.input is not None:
             if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
                 rows = torch.mm(grad, weight, out=chunk)
@@ -244,26 +266,62 @@ class _Gradients:
 
     def finish(self) -> Gradients:
         """(input, weight, bias), each in its tensor's dtype."""
-        if self.weight is not None and not self.started:
-            self.weight.zero_()
+        if self.weight is not None:
+            self.weight[self.classes if self.started else 0 :] = 0
         if self.input is not None and not self.started:
             self.input.zero_()
+        input = self.input if self.parts is None else self.parts.finish()
         weight = None if self.weight is None else self.weight.to(self.weight_dtype)
         bias = None if self.bias is None or self.bias_dtype is None else self.bias.to(self.bias_dtype)
-        return self.input, weight, bias
+        return input, weight, bias
 
 
-def _accumulate(total: Tensor, grad: Tensor, chunk: Tensor, *, first: bool) -> None:
-    """total (V, H) += grad (n, V) transposed @ chunk (n, H); the first chunk overwrites it."""
-    if total.dtype == grad.dtype:
-        if first:
-            torch.mm(grad.t(), chunk, out=total)
+class _InputParts:
+    """The input's gradient where it is the sum of what the ranks of a split vocabulary have of it.
+
+    One collective, begun after the last chunk's product, for the labelled rows alone; with sequence_parallel for all,
+    since each rank gets its own tokens of the sum.
+    """
+
+    def __init__(self, call: Call, plan: Plan, index: Tensor | None, split: VocabParallel) -> None:
+        self.like, self.index, self.split, self.everywhere = call.input, index, split, split.sequence_parallel
+        n = call.rows if index is None or self.everywhere else index.shape[0]
+        new = self.like.new_empty if index is None or not self.everywhere else self.like.new_zeros
+        self.part = new((n, self.like.shape[1]), dtype=plan.sum_dtype)
+        self.total: Callable[[], Tensor] | None = None
+
+    def add(self, grad: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
+        """Add a chunk, as `_Gradients` does."""
+        if self.index is not None and self.everywhere:
+            rows = self.part.new_empty((grad.shape[0], weight.shape[1]))
+            _accumulate(rows, grad, weight, first=True)
+            self.part.index_copy_(0, self.index[span], rows)
         else:
-            total.addmm_(grad.t(), chunk)
-    elif _gemm_widens(grad) and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
-        torch.addmm(total, grad.t(), chunk, out_dtype=torch.float32, beta=0 if first else 1, out=total)
+            _accumulate(self.part[span], grad, weight, first=True)
+        if last:
+            self.total = self.split.start_sum(self.part)
+
+    def finish(self) -> Tensor:
+        """The sum, for this rank's tokens, in the input's dtype."""
+        if self.total is None:  # there was no chunk
+            return torch.zeros_like(self.like)
+        total = self.total().to(self.like.dtype)
+        if self.index is None or self.everywhere:
+            return total
+        return self.like.new_zeros(self.like.shape).index_copy_(0, self.index, total)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total += left @ right; the first overwrites it."""
+    if total.dtype == left.dtype:
+        if first:
+            torch.mm(left, right, out=total)
+        else:
+            total.addmm_(left, right)
+    elif _gemm_widens(left) and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
+        torch.addmm(total, left, right, out_dtype=torch.float32, beta=0 if first else 1, out=total)
     else:
-        product = torch.mm(grad.t(), chunk)
+        product = torch.mm(left, right)
         total.copy_(product) if first else total.add_(product)
 
 
@@ -272,12 +330,19 @@ def _gemm_widens(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda" and torch.version.hip is None
 
 
-def _labelled_rows(call: Call, plan: Plan) -> Tensor | None:
+def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     """Index of the rows to project, or None for all: because few are ignored, or the host may not wait for the count."""
-    if not call.may_sync:
+    plan = plan or plan_for(call)
+    if not may_wait(call.input):
         return None
     index = (call.target != call.options.ignore_index).nonzero()[:, 0]
     return index if plan.skips(index.shape[0]) else None
+
+
+def _classes(call: Call) -> int:
+    """Rows of the weight that are classes: those behind are a split vocabulary's padding, and take no part."""
+    split, weight = call.options.vocab_parallel, _present(call.weight)
+    return weight.shape[0] if split is None else split.classes
 
 
 def _round_up(number: int, multiple: int) -> int:
