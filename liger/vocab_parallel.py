@@ -53,17 +53,8 @@ class VocabParallel:
     """(start, stop) of every rank, in rank order; empty asks them."""
 
     def __post_init__(self) -> None:
-        group = self.group
-        if group is None:
-            if not (dist.is_available() and dist.is_initialized()):
-                raise ValueError(
-                    "group is None, the default process group, but torch.distributed is not initialised: call "
-                    "torch.distributed.init_process_group first, or leave vocab_parallel out on a single device"
-                )
-            group = dist.group.WORLD
-            object.__setattr__(self, "group", group)
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"group must be None or a ProcessGroup that this process is in, got {group!r}")
+        group = _usable(self.group)
+        object.__setattr__(self, "group", group)
         own = (self.start, self.stop, self.vocab_size, self.sequence_parallel, self.reduce_input_grad)
         told = [(*bound, *own[2:]) for bound in self.bounds] or _everyones(own, group)
         object.__setattr__(self, "bounds", _checked(told, own, group))
@@ -102,7 +93,7 @@ class VocabParallel:
         """
         size = vocab_size if padded_size is None else padded_size
         _require(_is_size(size) and size >= vocab_size, "padded_size", padded_size, f"None or an int >= {vocab_size}")
-        ranks, rank = _ranks_of(group)
+        ranks, rank = dist.get_world_size(_usable(group)), dist.get_rank(group)
         step = -(-size // ranks)
         bounds = tuple((min(r * step, size), min((r + 1) * step, size)) for r in range(ranks))
         return VocabParallel(group, *bounds[rank], vocab_size, sequence_parallel, reduce_input_grad, bounds)
@@ -244,10 +235,18 @@ def _checked(told: list[tuple[Any, ...]], own: tuple[Any, ...], group: dist.Proc
     return bounds
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(size, this process's rank); what is not usable is left for the constructor to refuse."""
-    usable = isinstance(group, dist.ProcessGroup) or (group is None and dist.is_available() and dist.is_initialized())
-    return (dist.get_world_size(group), dist.get_rank(group)) if usable else (1, 0)
+def _usable(group: Any) -> dist.ProcessGroup:
+    """A process group that this process is in; None is the default one."""
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "group is None, the default process group, but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group first, or leave vocab_parallel out on a single device"
+            )
+        group = dist.group.WORLD
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group must be None or a ProcessGroup that this process is in, got {group!r}")
+    return group
 
 
 def _classes(start: int, stop: int, vocab_size: int) -> int:
