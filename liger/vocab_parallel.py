@@ -167,9 +167,9 @@ class VocabParallel:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """(ranks, ...) everyone's tensor of this shape."""
-        out = tensor.new_empty((self.ranks, *tensor.shape))
-        _collective("all_gather_single", "all_gather_into_tensor")(out, tensor.contiguous(), group=self.group)
-        return out
+        out = tensor.new_empty(self.ranks * tensor.numel())
+        _collective("all_gather_single", "all_gather_into_tensor")(out, tensor.reshape(-1), group=self.group)
+        return out.view(self.ranks, *tensor.shape)
 
     def gather_classes(self, values: Tensor) -> Tensor:
         """(V,) from everyone's (width,)."""
