@@ -55,7 +55,7 @@ def test_recomputation_leaves_out_the_same(flce, ignored, products):
     assert len(backward.input_products(V, H)) == len(backward.weight_products(V, H)) == products
 
 
-def test_time_follows_thelabelled_rows(flce):
+def test_time_follows_the_labelled_rows(flce):
     """M9: with 90 % ignored the products see a tenth of the rows, in a tenth of the chunks."""
     forward, _ = products_of(flce, with_ignored(flce, 50, 45), chunk_size=5)
     assert [product.rows for product in forward.logits_products(V, H)] == [5]

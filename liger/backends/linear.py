@@ -6,9 +6,11 @@ are left out of the projections where that saves work.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,14 +26,18 @@ if TYPE_CHECKING:
 
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
 CPU_SLAB_BYTES = 64 << 20
-GPU_SLAB_BYTES = 2 << 30
-GPU_CHUNK_ROWS = (2048, 4096)
-"""On a GPU: the first while that makes few chunks, else the second. Every chunk rereads and rewrites the weight gradient's
-accumulator, which shows below 2048 rows and hardly above 4096; chunks of 2816 rows were up to 10 % slower than either at
-H = 2048 and 2560, and no faster at 4096 (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
+GPU_SLAB_BYTES = 5 << 29  # 2.5 GiB
+GPU_CHUNK_ROWS = (4096, 3072, 2048)
+"""On a GPU the first of these that keeps the peak within `PEAK_SHARE`, or the last. Every chunk rereads and rewrites the
+weight gradient's accumulator, which shows below 2048 rows and hardly above 4096; sizes between these cost up to 10 % more,
+because their products fill the GPU's last wave of tiles badly (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
+PEAK_SHARE = 0.65
+"""Of what one chunk of all rows would take."""
 FEW_CHUNKS = 4
 """Up to here chunks may be summed in half precision: that multiplies one rounding's error by 1.35 at 2 chunks and 1.59 at 4
 (measured as above, benchmark/data/fused_linear_cross_entropy_h200.csv; sqrt((k + 1) / 2) predicts 1.22 and 1.58)."""
+OVERLAPPED_FLOP = 1e11
+"""From here, about 0.15 ms on an H200, two products are worth a second stream."""
 SKIP_FRACTION = 1 / 16
 """Share of ignored rows from which gathering the others costs less than projecting all."""
 MIB = 1 << 20
@@ -115,8 +121,8 @@ def make_plan(
     n, vocab, hidden = shape
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
-    row_bytes = vocab * gemm_dtype.itemsize
-    chunk_rows = min(chunk_size or ranks * _default_chunk_rows(n, row_bytes, device_type), max(n, 1))
+    default_rows = ranks * _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type)
+    chunk_rows = min(chunk_size or default_rows, max(n, 1))
     chunks = -(-n // chunk_rows)
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
@@ -130,12 +136,13 @@ def make_plan(
     return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes, ranks)
 
 
-def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
+def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_type: str) -> int:
     if device_type == "cpu":
-        rows = CPU_SLAB_BYTES // row_bytes
+        rows = CPU_SLAB_BYTES // (vocab * itemsize)
     else:
-        small, large = GPU_CHUNK_ROWS
-        rows = min(small if n <= FEW_CHUNKS * small else large, GPU_SLAB_BYTES // row_bytes)
+        whole = n * vocab + vocab * hidden + n * hidden  # logits, and the gradients of weight and input
+        fitting = [rows for rows in GPU_CHUNK_ROWS if whole - (n - rows) * vocab <= PEAK_SHARE * whole]
+        rows = min((*fitting, GPU_CHUNK_ROWS[-1])[0], GPU_SLAB_BYTES // (vocab * itemsize))
     return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
 
 
@@ -248,21 +255,35 @@ class _Gradients:
 
     def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
         """Add a chunk: `grad` (n, V) of its logits, `chunk` (n, H) its input (whose storage may be overwritten if gathered)."""
-        if self.parts is not None:  # first, so that the ranks sum while the weight's product runs
-            self.parts.add(grad, weight, span, last=last)
-        if self.weight is not None:
-            _accumulate(self.weight[: self.classes], grad.t(), chunk, first=not self.started)
         if self.bias is not None:
             self.bias[: self.classes] += grad.sum(0, dtype=self.bias.dtype)
-        if self.input is not None:
-            if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
-                rows = torch.mm(grad, weight, out=chunk)
-                self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))
-            elif self.input.dtype == grad.dtype:
-                torch.mm(grad, weight, out=self.input[span])
-            else:
-                self.input[span] = torch.mm(grad, weight)
+        if self.parts is not None:  # first and alone, so that the ranks sum it while the weight's product runs
+            self.parts.add(grad, weight, span, last=last)
+            self._add_weight(grad, chunk)
+        elif self.input is None or self.weight is None or self.index is not None:
+            self._add_weight(grad, chunk)
+            self._add_input(grad, chunk, weight, span)
+        else:
+            with _side_stream(grad, chunk) as side:
+                self._add_input(grad, chunk, weight, span)
+                with side:
+                    self._add_weight(grad, chunk)
         self.started = True
+
+    def _add_weight(self, grad: Tensor, chunk: Tensor) -> None:
+        if self.weight is not None:
+            _accumulate(self.weight[: self.classes], grad.t(), chunk, first=not self.started)
+
+    def _add_input(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
+        if self.input is None:
+            return
+        if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
+            rows = torch.mm(grad, weight, out=chunk)
+            self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))
+        elif self.input.dtype == grad.dtype:
+            torch.mm(grad, weight, out=self.input[span])
+        else:
+            self.input[span] = torch.mm(grad, weight)
 
     def finish(self) -> Gradients:
         """(input, weight, bias), each in its tensor's dtype."""
@@ -323,6 +344,31 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
     else:
         product = torch.mm(left, right)
         total.copy_(product) if first else total.add_(product)
+
+
+@contextlib.contextmanager
+def _side_stream(grad: Tensor, chunk: Tensor) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Gives a context whose kernels may run beside those launched outside it; both begin after, and end before, all others.
+
+    The two products of a chunk's gradients fill each other's last wave of tiles: 1 to 2 % of a step at 4096 rows (one H200,
+    2026-11-29). One stream for each device, because cuBLAS keeps a workspace for each; none while a graph is captured,
+    which must not share a stream with other threads.
+    """
+    products = 2 * grad.shape[0] * grad.shape[1] * chunk.shape[1]
+    if not grad.is_cuda or products < OVERLAPPED_FLOP or torch.cuda.is_current_stream_capturing():
+        yield contextlib.nullcontext()
+        return
+    current, side = torch.cuda.current_stream(grad.device), _stream_of(grad.device)
+    side.wait_stream(current)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        current.wait_stream(side)
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _gemm_widens(tensor: Tensor) -> bool:
