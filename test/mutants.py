@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mutations.md"
-TESTS = ["test_spec.py", "test_num_items.py", "test_targets.py", "test_numerics.py", "test_autograd.py", "test_linear.py", "test_shapes.py"]
+SUBJECTS = ("spec", "num_items", "targets", "numerics", "autograd", "linear", "shapes")
+TESTS = [f"test_{subject}.py" for subject in SUBJECTS]
 WITHOUT_KERNELS = "not triton and not cutedsl and not mutant"
 FIRST_FAILURE = re.compile(r"^FAILED test/(\S+)", re.MULTILINE)
 BEGIN, END = "<!-- generated: mutants -->", "<!-- /generated -->"

@@ -172,6 +172,7 @@ def test_permuting_the_vocabulary_permutes_the_gradient(loss):
             permuted(inputs.weight),
             permuted(inputs.bias),
             permuted(inputs.class_weight),
+            inputs.num_items,
         )
         got = loss.outcome(moved, **drawn.options)
 
