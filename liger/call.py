@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from . import spec
-from .context import recording
 from .dispatch import Op, Request, device_info
 from .options import CrossEntropyOptions
 
@@ -135,11 +134,6 @@ class Call:
     def vocab(self) -> int:
         """V"""
         return self.input.shape[1] if self.weight is None else self.weight.shape[0]
-
-    @property
-    def may_sync(self) -> bool:
-        """Whether the host may wait for a count: not while a graph is being captured or traced."""
-        return not recording(self.input)
 
     def row_inputs(self) -> spec.RowInputs:
         """What the row kernels need beside the logits."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import spec
-from .context import autocast_dtype, recording
+from .context import autocast_dtype, may_wait
 from .dispatch import Op
 from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
 
@@ -138,8 +138,8 @@ def _check_in_place(input: Tensor) -> None:
 
 
 def check_target_values(target: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raise for a target outside [0, V). Reads the device, so it is left out while a graph is recorded."""
-    if recording(target):
+    """Raise for a target outside [0, V). Reads the device, so it is left out where the host may not wait for it."""
+    if not may_wait(target):
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab))
     if wrong.any():

@@ -162,7 +162,7 @@ def test_chunk_sizes_errors_and_checks(tmp_path, capsys):
 def test_a_check_can_fail(monkeypatch):
     shape = linear.Shape("4x8", 4, 8, "")
     checks = linear.Checks(linear.Case(shape, 8, 0.0, torch.float32, torch.device("cpu")), "torch")
-    monkeypatch.setattr(linear.linear, "_labelled_rows", lambda call, plan: None)
+    monkeypatch.setattr(linear.linear, "labelled_rows", lambda call, plan: None)
     assert checks.all_ignored()[0] == checks.nan_in_ignored_rows()[0] == "FAILED"
 
 

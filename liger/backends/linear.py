@@ -6,13 +6,16 @@ are left out of the projections where that saves work.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..context import may_wait
 from ..options import dtype_name
 from ..spec import RowResults, compute_dtype
 
@@ -22,14 +25,18 @@ if TYPE_CHECKING:
 
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
 CPU_SLAB_BYTES = 64 << 20
-GPU_SLAB_BYTES = 2 << 30
-GPU_CHUNK_ROWS = (2048, 4096)
-"""On a GPU: the first while that makes few chunks, else the second. Every chunk rereads and rewrites the weight gradient's
-accumulator, which shows below 2048 rows and hardly above 4096; chunks of 2816 rows were up to 10 % slower than either at
-H = 2048 and 2560, and no faster at 4096 (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
+GPU_SLAB_BYTES = 5 << 29  # 2.5 GiB
+GPU_CHUNK_ROWS = (4096, 3072, 2048)
+"""On a GPU the first of these that keeps the peak within `PEAK_SHARE`, or the last. Every chunk rereads and rewrites the
+weight gradient's accumulator, which shows below 2048 rows and hardly above 4096; sizes between these cost up to 10 % more,
+because their products fill the GPU's last wave of tiles badly (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
+PEAK_SHARE = 0.65
+"""Of what one chunk of all rows would take."""
 FEW_CHUNKS = 4
 """Up to here chunks may be summed in half precision: that multiplies one rounding's error by 1.35 at 2 chunks and 1.59 at 4
 (measured as above, benchmark/data/fused_linear_cross_entropy_h200.csv; sqrt((k + 1) / 2) predicts 1.22 and 1.58)."""
+OVERLAPPED_FLOP = 1e11
+"""From here, about 0.15 ms on an H200, two products are worth a second stream."""
 SKIP_FRACTION = 1 / 16
 """Share of ignored rows from which gathering the others costs less than projecting all."""
 MIB = 1 << 20
@@ -57,16 +64,15 @@ class Plan:
     """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
 
     def spans(self, rows: int) -> Iterator[slice]:
-        """Balanced ranges of at most `chunk_rows` rows: ceil(rows / chunk_rows) of them, none much shorter than the others."""
-        count = -(-rows // self.chunk_rows)
-        if count == 0:
-            return
-        step = -(-rows // count)
-        tiled = _round_up(step, GEMM_ROW_TILE)
-        if tiled <= self.chunk_rows and rows - tiled * (count - 1) >= GEMM_ROW_TILE:
-            step = tiled
-        for start in range(0, rows, step):
-            yield slice(start, min(start + step, rows))
+        """Ranges of `chunk_rows` rows, ceil(rows / chunk_rows) of them; a short rest shares with the chunk before it."""
+        start, left = 0, rows
+        while left > 0:
+            size = min(left, self.chunk_rows)
+            if size < left < 1.5 * self.chunk_rows:  # the last two: no GEMM on a handful of rows
+                half = _round_up(-(-left // 2), GEMM_ROW_TILE)
+                size = half if half <= self.chunk_rows and left - half >= GEMM_ROW_TILE else -(-left // 2)
+            yield slice(start, start + size)
+            start, left = start + size, left - size
 
     def skips(self, labelled: int) -> bool:
         """Whether leaving out the other rows pays: a chunk goes away, or enough rows do."""
@@ -104,7 +110,7 @@ def make_plan(
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
     row_bytes = vocab * gemm_dtype.itemsize
-    chunk_rows = min(chunk_size or _default_chunk_rows(n, row_bytes, device_type), max(n, 1))
+    chunk_rows = min(chunk_size or _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type), max(n, 1))
     chunks = -(-n // chunk_rows)
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
@@ -117,12 +123,13 @@ def make_plan(
     return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes)
 
 
-def _default_chunk_rows(n: int, row_bytes: int, device_type: str) -> int:
+def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_type: str) -> int:
     if device_type == "cpu":
-        rows = CPU_SLAB_BYTES // row_bytes
+        rows = CPU_SLAB_BYTES // (vocab * itemsize)
     else:
-        small, large = GPU_CHUNK_ROWS
-        rows = min(small if n <= FEW_CHUNKS * small else large, GPU_SLAB_BYTES // row_bytes)
+        whole = n * vocab + vocab * hidden + n * hidden  # logits, and the gradients of weight and input
+        fitting = [rows for rows in GPU_CHUNK_ROWS if whole - (n - rows) * vocab <= PEAK_SHARE * whole]
+        rows = min((*fitting, GPU_CHUNK_ROWS[-1])[0], GPU_SLAB_BYTES // (vocab * itemsize))
     return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
 
 
@@ -140,11 +147,11 @@ def plan_for(call: Call) -> Plan:
     )
 
 
-def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None]:
-    """Row results and, unless backward makes them, the wanted gradients for an upstream gradient of 1."""
+def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
+    """Row results; unless backward makes them, the wanted gradients for an upstream gradient of 1; the rows projected."""
     plan = plan_for(call)
     inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
-    index = _labelled_rows(call, plan)
+    index = labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
@@ -158,14 +165,16 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     _project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
-    return results, None if gradients is None else gradients.finish()
+    return results, None if gradients is None else gradients.finish(), index
 
 
-def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
-    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum."""
+def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, index: Tensor | None) -> Gradients:
+    """Gradients by projecting again, the upstream gradient of each row, `grad_loss` (N,), folded in before any sum.
+
+    `index`: the rows that forward projected, None for all.
+    """
     plan = plan_for(call)
     inputs = call.row_inputs()
-    index = _labelled_rows(call, plan)
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
     gradients = _Gradients(call, plan, index)
@@ -226,19 +235,32 @@ class _Gradients:
 
     def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
         """Add a chunk: `grad` (n, V) of its logits, `chunk` (n, H) its input (whose storage may be overwritten if gathered)."""
-        if self.weight is not None:
-            _accumulate(self.weight, grad, chunk, first=not self.started)
         if self.bias is not None:
             self.bias += grad.sum(0, dtype=self.bias.dtype)
-        if self.input is not None:
-            if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
-                rows = torch.mm(grad, weight, out=chunk)
-                self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))
-            elif self.input.dtype == grad.dtype:
-                torch.mm(grad, weight, out=self.input[span])
-            else:
-                self.input[span] = torch.mm(grad, weight)
+        if self.input is None or self.weight is None or self.index is not None:
+            self._add_weight(grad, chunk)
+            self._add_input(grad, chunk, weight, span)
+        else:
+            with _side_stream(grad, chunk) as side:
+                self._add_input(grad, chunk, weight, span)
+                with side:
+                    self._add_weight(grad, chunk)
         self.started = True
+
+    def _add_weight(self, grad: Tensor, chunk: Tensor) -> None:
+        if self.weight is not None:
+            _accumulate(self.weight, grad, chunk, first=not self.started)
+
+    def _add_input(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
+        if self.input is None:
+            return
+        if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
+            rows = torch.mm(grad, weight, out=chunk)
+            self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))
+        elif self.input.dtype == grad.dtype:
+            torch.mm(grad, weight, out=self.input[span])
+        else:
+            self.input[span] = torch.mm(grad, weight)
 
     def finish(self) -> Gradients:
         """(input, weight, bias), each in its tensor's dtype."""
@@ -265,14 +287,40 @@ def _accumulate(total: Tensor, grad: Tensor, chunk: Tensor, *, first: bool) -> N
         total.copy_(product) if first else total.add_(product)
 
 
+@contextlib.contextmanager
+def _side_stream(grad: Tensor, chunk: Tensor) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Gives a context whose kernels may run beside those launched outside it; both begin after, and end before, all others.
+
+    The two products of a chunk's gradients fill each other's last wave of tiles: 1 to 2 % of a step at 4096 rows (one H200,
+    2026-11-29). One stream for each device, because cuBLAS keeps a workspace for each; none while a graph is captured,
+    which must not share a stream with other threads.
+    """
+    products = 2 * grad.shape[0] * grad.shape[1] * chunk.shape[1]
+    if not grad.is_cuda or products < OVERLAPPED_FLOP or torch.cuda.is_current_stream_capturing():
+        yield contextlib.nullcontext()
+        return
+    current, side = torch.cuda.current_stream(grad.device), _stream_of(grad.device)
+    side.wait_stream(current)
+    try:
+        yield torch.cuda.stream(side)
+    finally:
+        current.wait_stream(side)
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _gemm_widens(tensor: Tensor) -> bool:
     """Whether a GEMM of half-precision factors can add to an fp32 matrix: cuBLAS can."""
     return tensor.device.type == "cuda" and torch.version.hip is None
 
 
-def _labelled_rows(call: Call, plan: Plan) -> Tensor | None:
+def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     """Index of the rows to project, or None for all: because few are ignored, or the host may not wait for the count."""
-    if not call.may_sync:
+    plan = plan or plan_for(call)
+    if not may_wait(call.input):
         return None
     index = (call.target != call.options.ignore_index).nonzero()[:, 0]
     return index if plan.skips(index.shape[0]) else None
