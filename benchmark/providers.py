@@ -33,6 +33,7 @@ PEERS = {
     "liger_kernel": ("liger-kernel", "liger_kernel"),
     "cce": ("cut-cross-entropy", "cut_cross_entropy"),
     "quack": ("quack-kernels", "quack"),
+    "transformers": ("transformers", "transformers"),
 }
 """What a provider's name begins with, and the distribution and module behind it."""
 
@@ -119,7 +120,7 @@ def provider_version(name: str) -> str:
         if name.startswith(prefix):
             version = installed_version(distribution) or getattr(sys.modules.get(module), "__version__", "unknown")
             return f"{distribution} {version}"
-    return f"liger {liger_version}" if name.startswith("liger_") else f"torch {torch.__version__}"
+    return f"liger {liger_version}" if name.startswith("liger") else f"torch {torch.__version__}"
 
 
 def _backends(op: Op) -> list[str]:

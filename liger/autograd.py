@@ -87,8 +87,8 @@ class LossFunction(torch.autograd.Function):
             )
         with without_autocast(grad_loss):
             if ctx.recipe.gradient_in_backward:
-                input, target, weight, bias, class_weight, lse, index = ctx.saved_tensors
-                call = Call(input, target, weight, bias, class_weight, ctx.recipe)
+                input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
+                call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
                 kernels = kernels_for(call, ctx.implementation)
                 gradients = gradients_in_backward(call, kernels, lse, index, grad_loss)
             else:

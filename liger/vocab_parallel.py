@@ -257,7 +257,7 @@ def _check_placement(name: str, tensor: Any, dim: int | None) -> None:
     """A DTensor must be split in this one way, over a mesh of one dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
-    wanted = Replicate() if dim is None else Shard(dim)
+    wanted = Replicate() if dim is None else Shard(dim % tensor.ndim)
     if tuple(tensor.placements) != (wanted,):
         raise ValueError(
             f"{name} must be a DTensor with placements ({wanted},) on a one-dimensional mesh, got {tuple(tensor.placements)} "

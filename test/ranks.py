@@ -1,22 +1,20 @@
 """Processes that make up one world of `torch.distributed`, started once for many tests, and what tests run in them."""
 
 import contextlib
-import copy
 import datetime
 import multiprocessing
 import os
 import pickle
-import re
 import tempfile
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 import torch.distributed as dist
 
 import liger
 from liger import VocabParallel
-from liger.testing import Inputs, Outcome, collect, make_inputs
+from liger.testing import Inputs, Outcome, collect
 
 SECONDS = 120
 """After which a rank that has not answered is taken for hung."""
@@ -54,7 +52,7 @@ def serve(connection, rank, size, device_type, groups, store):
         function, args = task
         try:
             answer = (True, function(me, *args))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent hears of it
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         connection.send_bytes(pickle.dumps(answer))
     with contextlib.suppress(Exception):
@@ -164,22 +162,17 @@ def own_part(inputs: Inputs, split: VocabParallel) -> Inputs:
 
 def loss_of(leaves: Inputs, split, **options):
     """The loss of what `own_part` gave."""
+    options |= {"vocab_parallel": split, "num_items": leaves.num_items}
     if leaves.weight is None:
-        return liger.liger_cross_entropy(
-            leaves.input, leaves.target, leaves.class_weight, vocab_parallel=split, **options
-        )
+        return liger.liger_cross_entropy(leaves.input, leaves.target, leaves.class_weight, **options)
     return liger.liger_fused_linear_cross_entropy(
-        leaves.input, leaves.weight, leaves.target, leaves.bias, leaves.class_weight, vocab_parallel=split, **options
+        leaves.input, leaves.weight, leaves.target, leaves.bias, leaves.class_weight, **options
     )
 
 
 def to(device, inputs: Inputs) -> Inputs:
-    moved = (None if t is None else t.to(device) for t in vars_of(inputs))
-    return Inputs(*moved)
-
-
-def vars_of(inputs: Inputs):
-    return inputs.input, inputs.target, inputs.weight, inputs.bias, inputs.class_weight
+    moved = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return Inputs(**{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in moved.items()})
 
 
 def outcome(rank, group, inputs, split: Split, options, upstream=None, frozen=()) -> Outcome:

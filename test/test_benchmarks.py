@@ -1,6 +1,7 @@
 """The benchmarks run: on a CPU, with tiny shapes, with peers that are missing, broken or stood in for by torch."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import sys
@@ -296,3 +297,92 @@ def test_adapters(tmp_path, monkeypatch, capsys):
     assert {row["kernel_provider"] for row in rows} == {*names, "gemms"} - missing
     assert "cut-cross-entropy 25.1.1" in {config(row)["version"] for row in rows}
     assert ("not measured" in capsys.readouterr().out) == bool(missing)
+
+
+@pytest.fixture
+def tiny_models(monkeypatch):
+    """The models of the training step with their kind of layers, but few and small."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    sizes = {"vocab_size": 97, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    for name, setup in training_step.SETUPS.items():
+        small = dataclasses.replace(setup, hidden=16, layers=2, dimensions={**setup.dimensions, **sizes})
+        monkeypatch.setitem(training_step.SETUPS, name, small)
+    return training_step
+
+
+SMALL_STEP = ("--sequences", "2", "--length", "16", "--rounds", "1", "--device", "cpu")
+
+
+def test_training_step(tiny_models, tmp_path, capsys):
+    chosen = ("--models", "qwen3-0.6b", "llama-3.1-8b", "--shares", "100", "25")
+    rows = run(tiny_models, tmp_path, *SMALL_STEP, *chosen)
+    speed = {
+        (config(row)["model"], float(row["x_value"]), row["kernel_provider"])
+        for row in rows
+        if row["metric_name"] == "speed"
+    }
+    names = ("transformers", "liger", "liger_all_rows")
+    assert speed == {(model, share, name) for model in (chosen[1], chosen[2]) for share in (100, 25) for name in names}
+    for metric in ("loss", "gradient_norm"):
+        by_case = {}
+        for row in rows:
+            if row["metric_name"] == metric:
+                by_case.setdefault((config(row)["model"], row["x_value"]), []).append(float(row["y_value_50"]))
+        assert len(by_case) == 4
+        for values in by_case.values():
+            assert len(values) == len(names)
+            assert max(values) - min(values) <= 0.02 * max(values), (metric, values)
+    assert {(float(row["x_value"]), config(row)["labelled"]) for row in rows} == {(100, 30), (25, 8)}
+    assert "not measured: liger_kernel (qwen3-0.6b and 1 more): ModuleNotFoundError" in capsys.readouterr().out
+    again = run(tiny_models, tmp_path, *SMALL_STEP, *chosen[:2], "--shares", "50", "25")
+    assert len(again) == len(rows) * 5 // 4, "the share that was there is kept, the other one added"
+    assert "qwen3-0.6b 25 %" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "lora"), [("qwen3-1.7b", False), ("qwen3-8b", True)])
+def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch):
+    """Each layer runs twice; the head sees the labelled rows of the skipping loss, and all of the other's."""
+    model = tiny_models.SETUPS[name].build(torch.device("cpu"))
+    trained = [parameter for parameter, p in model.named_parameters() if p.requires_grad]
+    assert lora == all("lora_" in parameter for parameter in trained)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    causal = model.get_base_model() if lora else model
+    assert causal.config._attn_implementation == "sdpa"
+    runs, projected, project = [], [], linear.linear._project
+    causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
+
+    def watched(call, plan, index, *rest):
+        projected.append(call.rows if index is None else len(index))
+        project(call, plan, index, *rest)
+
+    monkeypatch.setattr(linear.linear, "_project", watched)
+    batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
+    for loss in ("liger", "liger_all_rows"):
+        tiny_models.prepare(model, batch, tiny_models.LOSSES[loss]())()
+    assert len(runs) == 4
+    assert projected == [8, 32]
+
+
+def test_a_training_loss_that_is_another_is_not_timed(tiny_models, tmp_path, capsys, monkeypatch):
+    own = tiny_models.LOSSES["transformers"]()
+    monkeypatch.setitem(tiny_models.LOSSES, "liger", lambda: lambda *step: own(*step) * 1.01)
+    chosen = ("--models", "qwen3-0.6b", "--shares", "50", "--losses", "transformers", "liger")
+    rows = run(tiny_models, tmp_path, *SMALL_STEP, *chosen)
+    assert {row["kernel_provider"] for row in rows} == {"transformers"}
+    assert "liger failed, ArithmeticError: the loss is" in capsys.readouterr().out
+
+
+def test_another_machines_file_is_not_added_to(tmp_path):
+    path = tmp_path / "out.csv"
+    row = common.Measurement("k", "p", "full", "speed", "ms", "x", "x", 1, common.Quantiles(1, 1, 1))
+    device = torch.device("cpu")
+    common.write_csv(path, [row], device)
+    report = common.Report(path, device, 1.0, resume=True)
+    assert report.has(kernel_provider="p", x_value=1)
+    assert not report.has(kernel_provider="p", x_value=2)
+    path.write_text(path.read_text().replace(torch.__version__, "1.0"))
+    with pytest.raises(SystemExit, match=r"measured with torch 1\.0 \(here .*--fresh"):
+        common.Report(path, device, 1.0, resume=True)
+    assert common.Report(path, device, 1.0).kept == []
