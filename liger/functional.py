@@ -200,7 +200,8 @@ def explain(
         dtype: of the logits and, for fused_linear_cross_entropy, of the weight.
         shape: (N, V), or (N, V, H) for fused_linear_cross_entropy.
         backend: as in a call.
-        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True`, `num_items=True` for what that would be given.
+        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True`, `num_items=True` for what that would be given;
+            `vocab_parallel` may be a number of ranks, and V is that of all of them.
 
     Returns:
         An `Explanation`. That nothing fits is an answer, not an error.
@@ -223,7 +224,12 @@ def explain(
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False: whether the tensor would be given, got {type(value).__name__}")
-    tensors = tuple((name, True) for name, value in given.items() if value)
+    split = options.pop("vocab_parallel", None)
+    ranks = split.ranks if isinstance(split, VocabParallel) else split
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ValueError(f"vocab_parallel must be None, a VocabParallel or a number of ranks, got {split!r}")
+    facts: tuple[tuple[str, Any], ...] = tuple((name, True) for name, value in given.items() if value)
+    facts += () if ranks is None else (("vocab_parallel", ranks),)
     known = CrossEntropyOptions.__dataclass_fields__
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -234,7 +240,7 @@ def explain(
     if op == "fused_linear_cross_entropy":
         check_accum_dtype(checked.accum_dtype, dtype)
     info = _device_of(device)
-    explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + tensors), backend)
+    explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + facts), backend)
     if op == "cross_entropy" or explanation.chosen is None:
         return explanation
     plan = linear.make_plan(
@@ -245,7 +251,7 @@ def explain(
         chunk_size=checked.chunk_size,
         accum_dtype=checked.accum_dtype,
         recompute=gradient_waits(checked, dtype),
-        ranks=1 if checked.vocab_parallel is None else checked.vocab_parallel.ranks,
+        ranks=ranks or 1,
     )
     return Explanation(explanation.request, explanation.rows, explanation.chosen, explanation.source, plan)
 

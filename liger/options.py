@@ -92,9 +92,12 @@ class CrossEntropyOptions:
         _require(split is None or isinstance(split, VocabParallel), "vocab_parallel", split, "None or a VocabParallel")
 
     def nondefault(self) -> tuple[tuple[str, Any], ...]:
-        """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it."""
+        """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it.
+
+        Of `vocab_parallel` the number of ranks: what remembers a decision should not hold process groups.
+        """
         pairs = [(name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default]
-        return tuple([(name, value.label if name == "vocab_parallel" else value) for name, value in pairs])
+        return tuple([(name, value.ranks if name == "vocab_parallel" else value) for name, value in pairs])
 
     @property
     def keeps_log_p(self) -> bool:

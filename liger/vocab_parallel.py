@@ -99,6 +99,15 @@ class VocabParallel:
         return VocabParallel(group, *bounds[rank], vocab_size, sequence_parallel, reduce_input_grad, bounds)
 
     @staticmethod
+    def equal(width: int, group: dist.ProcessGroup | None = None) -> VocabParallel:
+        """Parts of `width` classes for every rank, all of them classes.
+
+        Example:
+            >>> VocabParallel.equal(logits.shape[-1], group)
+        """
+        return VocabParallel.even(width * dist.get_world_size(_usable(group)), group)
+
+    @staticmethod
     def from_dtensor(
         weight: Tensor,
         *,
@@ -146,11 +155,6 @@ class VocabParallel:
     def classes(self) -> int:
         """Classes of this rank that are none of the padding."""
         return _classes(self.start, self.stop, self.vocab_size)
-
-    @property
-    def label(self) -> str:
-        """What a request says of it: tables and memories of decisions should not hold process groups."""
-        return f"{self.ranks} ranks"
 
     def local(self, name: str, tensor: Tensor, dim: int | None) -> Tensor:
         """This rank's part of a DTensor that is split along `dim` over the group (None: on all ranks alike); else itself."""
@@ -260,8 +264,8 @@ def _check_placement(name: str, tensor: Any, dim: int | None) -> None:
     wanted = Replicate() if dim is None else Shard(dim % tensor.ndim)
     if tuple(tensor.placements) != (wanted,):
         raise ValueError(
-            f"{name} must be a DTensor with placements ({wanted},) on a one-dimensional mesh, got {tuple(tensor.placements)} "
-            f"on {tensor.device_mesh}: {name}.redistribute(placements=[{wanted}]) on such a mesh, or pass the local tensor"
+            f"{name} must be a DTensor with placements ({wanted!r},) on a one-dimensional mesh, got {tuple(tensor.placements)} "
+            f"on {tensor.device_mesh}: {name}.redistribute(placements=[{wanted!r}]) on such a mesh, or pass the local tensor"
         )
 
 

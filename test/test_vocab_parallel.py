@@ -20,11 +20,6 @@ from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, Outcome, assert_matches, make_inputs
 
 V = 37
-GROUPS = {
-    "two": ([2, 3], 60),  # of a 2 x 2 mesh, so that a rank of the group is not its global rank
-    "three": ([1, 2, 3], 60),
-    "fragile": ([0, 1], 3),
-}
 BOUNDS = {
     "two": ((0, 20), (20, V)),
     "three": ((0, 5), (5, 6), (6, V)),
@@ -33,13 +28,6 @@ BOUNDS = {
     "reversed": ((20, V), (0, 20)),
     "empty": ((0, 0), (0, 30), (30, V)),
 }
-
-
-@pytest.fixture(scope="module")
-def world():
-    made = World(4, GROUPS)
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +468,7 @@ def test_without_a_process_group():
 
 
 def test_a_request_holds_no_process_group(world):
-    assert world.run("two", label) == [(("vocab_parallel", "2 ranks"),)] * 2
+    assert world.run("two", label) == [(("vocab_parallel", 2),)] * 2
 
 
 def label(rank):
@@ -501,8 +489,23 @@ def plans(rank):
 def test_ranks_agree_on_the_chunks(world):
     first, second = world.run("two", plans)
     assert first == second
-    assert "vocab_parallel=2 ranks" in first
+    assert "vocab_parallel=2" in first
     assert "input gradient summed over 2 ranks in bfloat16" in first
+    about = {"device": DeviceInfo("cuda", (9, 0)), "dtype": torch.bfloat16, "shape": (8192, 100001, 4096), "backend": "torch"}
+    assert first == str(explain("fused_linear_cross_entropy", **about, vocab_parallel=2))
+
+
+def test_more_ranks_make_longer_chunks_and_sum_in_fp32():
+    """The slab stays; and what many ranks sum in bf16 would lose digits, as many chunks do (N7)."""
+    about = {"device": DeviceInfo("cuda", (9, 0)), "dtype": torch.bfloat16, "shape": (65536, 128256, 4096), "backend": "torch"}
+    one, *more = (explain("fused_linear_cross_entropy", **about, vocab_parallel=k).plan for k in (1, 2, 4, 8))
+    for ranks_, plan in zip((2, 4, 8), more, strict=True):
+        assert plan.chunk_rows == ranks_ * one.chunk_rows
+        assert plan.slab_bytes == one.slab_bytes
+        assert plan.sum_dtype == (torch.float32 if ranks_ > 4 else torch.bfloat16)
+    for wrong in (0, 2.0, True, "2"):
+        with pytest.raises(ValueError, match="vocab_parallel must be None, a VocabParallel or a number of ranks"):
+            explain("fused_linear_cross_entropy", **about, vocab_parallel=wrong)
 
 
 def traced(rank, inputs, split):
@@ -528,8 +531,8 @@ def test_tracing_is_refused(world):
 def test_a_row_without_it_refuses(ce):
     row = replace(ce.row, capability=replace(ce.row.capability, options=ce.row.capability.options - {"vocab_parallel"}))
     request = Request("cross_entropy", DeviceInfo("cpu"), torch.float32, (4, V))
-    request = replace(request, options=(("vocab_parallel", "2 ranks"),))
-    assert "vocab_parallel=2 ranks is not supported" in row.capability.reasons(request)
+    request = replace(request, options=(("vocab_parallel", 2),))
+    assert "vocab_parallel=2 is not supported" in row.capability.reasons(request)
 
 
 @pytest.mark.gpu
