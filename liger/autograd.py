@@ -80,8 +80,8 @@ class LossFunction(torch.autograd.Function):
             )
         with without_autocast(grad_loss):
             if ctx.recipe.gradient_in_backward:
-                input, target, weight, bias, class_weight, lse, index = ctx.saved_tensors
-                call = Call(input, target, weight, bias, class_weight, ctx.recipe)
+                input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
+                call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
                 gradients = gradients_in_backward(call, ctx.implementation.kernels(), lse, index, grad_loss)
             else:
                 gradients = _saved_gradients(ctx, grad_loss)

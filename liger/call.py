@@ -17,8 +17,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of (input, weight, bias); None where not wanted."""
 
 
-Numbers = tuple[int, float, float, float | None, int | None]
-NUMBERS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "chunk_size")
+Numbers = tuple[int, float, float, float | None, float, int | None]
+NUMBERS = ("ignore_index", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "chunk_size")
 """The options that are numbers."""
 
 
@@ -33,9 +33,10 @@ class Needs(NamedTuple):
 def gradient_waits(options: CrossEntropyOptions, logits_dtype: torch.dtype) -> bool:
     """Whether gradients have to be made in backward.
 
-    "none" has an upstream gradient per row; in fp16, 1/D would underflow in a gradient without its loss scale.
+    "none" has an upstream gradient per row; in fp16, 1/D or a small scale would underflow in a gradient without its loss scale.
     """
-    return options.reduction == "none" or (logits_dtype == torch.float16 and options.reduction == "mean")
+    shrinks = options.reduction == "mean" or options.logit_scale < 1
+    return options.reduction == "none" or (logits_dtype == torch.float16 and shrinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Recipe:
             options.label_smoothing,
             options.lse_square_scale,
             options.softcap,
+            options.logit_scale,
             options.chunk_size,
         )
         return ";".join(rest + words), numbers
@@ -109,11 +111,13 @@ class Call:
     class_weight: Tensor | None
     """(V,)"""
     recipe: Recipe
+    num_items: Tensor | None = None
+    """() on the device of `input`: what the mean divides by; None is the valid rows."""
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """All tensors, in the order of the fields."""
-        return self.input, self.target, self.weight, self.bias, self.class_weight
+        return self.input, self.target, self.weight, self.bias, self.class_weight, self.num_items
 
     @property
     def options(self) -> CrossEntropyOptions:
@@ -142,7 +146,7 @@ class Call:
         if weight is not None:
             weight = weight.detach().to(dtype).contiguous()
             weight_sum = weight.sum() if self.options.label_smoothing else None
-        divisors = spec.divisors(self.target, weight, self.options, dtype)
+        divisors = spec.divisors(self.target, weight, self.options, dtype, self.num_items)
         return spec.RowInputs(self.target, self.options, divisors, weight, weight_sum)
 
     def request(self) -> Request:
@@ -150,6 +154,7 @@ class Call:
         given: tuple[tuple[str, Tensor | None], ...] = (("weight", self.class_weight),)
         if self.weight is not None:
             given = (("ce_weight", self.class_weight), ("bias", self.bias))
+        given += (("num_items", self.num_items),)
         flags = tuple((name, True) for name, tensor in given if tensor is not None)
         shape = (self.rows, self.vocab) if self.weight is None else (self.rows, self.vocab, self.input.shape[1])
         options = self.options.nondefault() + flags

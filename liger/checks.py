@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import spec
-from .context import autocast_dtype, may_wait
+from .context import autocast_dtype, may_wait, on_host
 from .dispatch import Op
-from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
+from .options import FLOATING_DTYPES, SCALES, CrossEntropyOptions, dtype_name, is_real
 
 
 def check_tensors(
@@ -94,6 +94,34 @@ def check_class_weight(name: str, weight: object) -> None:
     """Raise ValueError unless a module can hold this as its class weights."""
     if weight is not None and not isinstance(weight, Tensor):
         raise ValueError(f"{name} must be None or a torch.Tensor of shape (V,), got {type(weight).__name__}")
+
+
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def check_num_items(num_items: Any, options: CrossEntropyOptions) -> None:
+    """Raise ValueError unless a mean can be divided by this. A value on a device is not read."""
+    if num_items is None:
+        return
+    if options.reduction != "mean":
+        raise ValueError(
+            f"num_items must be None with reduction={options.reduction!r}, got {num_items!r}: it is what the mean divides by"
+        )
+    allowed = f"{SCALES} or a real tensor of one element"
+    if not isinstance(num_items, Tensor):
+        if not (is_real(num_items) and num_items >= 0):
+            raise ValueError(f"num_items must be None, {allowed}, got {num_items!r}")
+        return
+    _check_tensor("num_items", num_items)
+    shape, dtype = tuple(num_items.shape), num_items.dtype
+    if num_items.numel() != 1 or dtype not in FLOATING_DTYPES + INTEGER_DTYPES or num_items.is_meta:
+        raise ValueError(
+            f"num_items must be None, {allowed}, got {dtype_name(dtype)} of shape {shape} on {num_items.device}"
+        )
+    if (num_items.requires_grad and torch.is_grad_enabled()) or _has_tangent(num_items):
+        raise ValueError("num_items is differentiated, but gets no derivative: pass num_items.detach()")
+    if on_host(num_items):
+        check_num_items(num_items.item(), options)
 
 
 def _has_tangent(tensor: Tensor) -> bool:

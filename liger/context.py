@@ -29,6 +29,11 @@ def may_wait(tensor: Tensor) -> bool:
     return torch.cuda.get_sync_debug_mode() != SYNC_IS_AN_ERROR and not torch.cuda.is_current_stream_capturing()
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether reading its value waits for nothing."""
+    return tensor.is_cpu and not torch.compiler.is_compiling()
+
+
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype that autocast projects in on the tensor's device; None where it is off."""
     device = tensor.device.type

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backends import linear
 from .call import gradient_waits
-from .checks import check_accum_dtype
+from .checks import check_accum_dtype, check_num_items
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
@@ -25,6 +25,8 @@ def liger_cross_entropy(
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
+    num_items: float | Tensor | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
@@ -43,6 +45,9 @@ def liger_cross_entropy(
         label_smoothing: in [0, 1].
         lse_square_scale: z-loss coefficient, >= 0.
         softcap: logits become `softcap * tanh(input / softcap)`.
+        logit_scale: multiplies the logits before `softcap`, > 0.
+        num_items: what "mean" divides by instead of the valid rows: a number >= 0, or a tensor of one on any device, whose
+            value nobody waits for; 0 gives 0.
         return_z_loss: also return the z-loss part.
         return_token_accuracy: also return the accuracy of the arg max.
         return_predicted_tokens: also return the arg max.
@@ -68,13 +73,14 @@ def liger_cross_entropy(
         label_smoothing=label_smoothing,
         lse_square_scale=lse_square_scale,
         softcap=softcap,
+        logit_scale=logit_scale,
         return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
         loss_dtype=loss_dtype,
         in_place=in_place,
     )
-    output = run(input, target, options, op="cross_entropy", class_weight=weight, backend=backend)
+    output = run(input, target, options, op="cross_entropy", class_weight=weight, num_items=num_items, backend=backend)
     return output if options.wants_extras else output.loss
 
 
@@ -90,6 +96,8 @@ def liger_fused_linear_cross_entropy(
     label_smoothing: float = 0.0,
     lse_square_scale: float = 0.0,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
+    num_items: float | Tensor | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
@@ -111,6 +119,9 @@ def liger_fused_linear_cross_entropy(
         label_smoothing: in [0, 1].
         lse_square_scale: z-loss coefficient, >= 0.
         softcap: logits become `softcap * tanh(logits / softcap)`.
+        logit_scale: multiplies the logits before `softcap`, > 0.
+        num_items: what "mean" divides by instead of the valid rows: a number >= 0, or a tensor of one on any device, whose
+            value nobody waits for; 0 gives 0.
         return_z_loss: also return the z-loss part.
         return_token_accuracy: also return the accuracy of the arg max.
         return_predicted_tokens: also return the arg max.
@@ -137,6 +148,7 @@ def liger_fused_linear_cross_entropy(
         label_smoothing=label_smoothing,
         lse_square_scale=lse_square_scale,
         softcap=softcap,
+        logit_scale=logit_scale,
         return_z_loss=return_z_loss,
         return_token_accuracy=return_token_accuracy,
         return_predicted_tokens=return_predicted_tokens,
@@ -152,14 +164,15 @@ def liger_fused_linear_cross_entropy(
         weight=weight,
         bias=bias,
         class_weight=ce_weight,
+        num_items=num_items,
         backend=backend,
     )
     return output if options.wants_extras else output.loss
 
 
 GIVEN_TENSORS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("weight",),
-    "fused_linear_cross_entropy": ("bias", "ce_weight"),
+    "cross_entropy": ("weight", "num_items"),
+    "fused_linear_cross_entropy": ("bias", "ce_weight", "num_items"),
 }
 
 
@@ -180,7 +193,7 @@ def explain(
         dtype: of the logits and, for fused_linear_cross_entropy, of the weight.
         shape: (N, V), or (N, V, H) for fused_linear_cross_entropy.
         backend: as in a call.
-        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True` for tensors that would be given.
+        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True`, `num_items=True` for what that would be given.
 
     Returns:
         An `Explanation`. That nothing fits is an answer, not an error.
@@ -210,6 +223,7 @@ def explain(
         allowed = ", ".join((*known, *GIVEN_TENSORS[op]))
         raise ValueError(f"options of {op} must be among {allowed}, got {', '.join(unknown)}")
     checked = CrossEntropyOptions(**options)
+    check_num_items(1 if given["num_items"] else None, checked)
     if op == "fused_linear_cross_entropy":
         check_accum_dtype(checked.accum_dtype, dtype)
     info = _device_of(device)

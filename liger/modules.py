@@ -46,6 +46,7 @@ class LigerCrossEntropyLoss(_Loss):
         return_predicted_tokens: bool = False,
         loss_dtype: torch.dtype | None = None,
         in_place: bool = False,
+        logit_scale: float = 1.0,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -63,12 +64,21 @@ class LigerCrossEntropyLoss(_Loss):
             return_predicted_tokens=return_predicted_tokens,
             loss_dtype=loss_dtype,
             in_place=in_place,
+            logit_scale=logit_scale,
         )
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+    def forward(
+        self, input: Tensor, target: Tensor, *, num_items: float | Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
         """Loss of `input` (..., V) logits and `target` (...)."""
         output = run(
-            input, target, self.options, op="cross_entropy", class_weight=self.weight, backend=self.backend
+            input,
+            target,
+            self.options,
+            op="cross_entropy",
+            class_weight=self.weight,
+            num_items=num_items,
+            backend=self.backend,
         )
         return self._result(output)
 
@@ -96,6 +106,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
         chunk_size: int | None = None,
+        logit_scale: float = 1.0,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -114,10 +125,17 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
             chunk_size=chunk_size,
+            logit_scale=logit_scale,
         )
 
     def forward(
-        self, lin_weight: Tensor, input: Tensor, target: Tensor, bias: Tensor | None = None
+        self,
+        lin_weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        *,
+        num_items: float | Tensor | None = None,
     ) -> Tensor | CrossEntropyOutput:
         """Loss of `input` (..., H), projected by `lin_weight` (V, H) and `bias` (V,), and `target` (...)."""
         output = run(
@@ -128,6 +146,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             weight=lin_weight,
             bias=bias,
             class_weight=self.ce_weight,
+            num_items=num_items,
             backend=self.backend,
         )
         return self._result(output)

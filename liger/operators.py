@@ -16,12 +16,15 @@ from . import dispatch
 from .autograd import gradients_in_backward, losses
 from .backends import RowKernels
 from .backends.linear import labelled_rows
-from .call import Call, Recipe
+from .call import NUMBERS, Call, Recipe
 from .checks import check_target_values
 from .context import without_autocast
 from .spec import compute_dtype
 
 SCALED_ELEMENTS = 1 << 24
+TENSORS = 6
+"""`Call.tensors`, which come first."""
+ARGUMENTS = TENSORS + 1 + len(NUMBERS)
 
 
 def traced_loss(call: Call) -> tuple[Tensor | None, ...]:
@@ -50,16 +53,18 @@ def loss(
     weight: Tensor | None,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    num_items: Tensor | None,
     recipe: str,
     ignore_index: int,
     label_smoothing: float,
     lse_square_scale: float,
     softcap: float | None,
+    logit_scale: float,
     chunk_size: int | None,
 ) -> list[Tensor]:
     """The outputs asked for, then what backward needs."""
-    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
-    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
+    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, chunk_size)
+    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers), num_items)
     with without_autocast(input):  # a backend that traces without AOTAutograd runs this under the caller's
         output, saved = losses(call, _kernels(call))
     if call.recipe.gradient_in_backward:  # no graph can hold the index of rows: how many there are is not known before
@@ -74,6 +79,7 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    num_items: Tensor | None,
     recipe: str,
     *numbers: float | None,
 ) -> list[Tensor]:
@@ -103,16 +109,18 @@ def loss_gradients(
     weight: Tensor | None,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    num_items: Tensor | None,
     recipe: str,
     ignore_index: int,
     label_smoothing: float,
     lse_square_scale: float,
     softcap: float | None,
+    logit_scale: float,
     chunk_size: int | None,
 ) -> list[Tensor]:
     """The wanted gradients, for losses whose gradients are made in backward."""
-    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, chunk_size)
-    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers))
+    numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, chunk_size)
+    call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers), num_items)
     kernels = dispatch.resolve(call.request(), call.recipe.backend).kernels()
     index = None if weight is None else labelled_rows(call)
     with without_autocast(input):
@@ -128,6 +136,7 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     class_weight: Tensor | None,
+    num_items: Tensor | None,
     recipe: str,
     *numbers: float | None,
 ) -> list[Tensor]:
@@ -165,7 +174,7 @@ def _fake_gradients(input: Tensor, weight: Tensor | None, bias: Tensor | None, r
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    tensors, (text, *numbers) = inputs[:5], inputs[5:]
+    tensors, (text, *numbers) = inputs[:TENSORS], inputs[TENSORS:]
     outputs = sum(_asked_for(Recipe.decode(text)))
     ctx.recipe, ctx.numbers = text, numbers
     ctx.set_materialize_grads(False)
@@ -176,9 +185,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     grad_loss, recipe = grads[0], Recipe.decode(ctx.recipe)
     if grad_loss is None:
-        return (None,) * 11
+        return (None,) * ARGUMENTS
     _check_wanted(ctx.needs_input_grad, recipe)
-    tensors, saved = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    tensors, saved = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
     if recipe.gradient_in_backward:
         made = loss_gradients(grad_loss, *saved, *tensors, ctx.recipe, *ctx.numbers)
     else:
@@ -186,7 +195,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]
         made = scaled_gradients(list(saved), grad_loss, of)
     wanted = iter(made)
     input, weight, bias = (next(wanted) if needed else None for needed in recipe.needs)
-    return (input, None, weight, bias, *(None,) * 7)
+    return (input, None, weight, bias, *(None,) * (ARGUMENTS - 4))
 
 
 def _check_wanted(needs_input_grad: tuple[bool, ...], recipe: Recipe) -> None:

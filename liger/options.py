@@ -19,10 +19,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-LARGEST, SMALLEST_CAP = 1e30, 1e-30
+LARGEST, SMALLEST_FACTOR = 1e30, 1e-30
 """Beyond these, arithmetic in fp32 would overflow or vanish."""
 # Written out here: a traced call may see module constants as symbols, which no message can hold.
-SCALES, CAPS = f"a number in [0, {LARGEST}]", f"None or a number in [{SMALLEST_CAP}, {LARGEST}]"
+SCALES, FACTORS = f"a number in [0, {LARGEST}]", f"a number in [{SMALLEST_FACTOR}, {LARGEST}]"
+CAPS = f"None or {FACTORS}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,9 @@ class CrossEntropyOptions:
     lse_square_scale: float = 0.0
     """Z-loss coefficient (>= 0): adds `lse_square_scale * logsumexp(logits)**2` to each row's loss."""
     softcap: float | None = None
-    """If given (> 0), logits become `softcap * tanh(logits / softcap)` before anything else."""
+    """If given (> 0), logits become `softcap * tanh(logits / softcap)` before anything but `logit_scale`."""
+    logit_scale: float = 1.0
+    """Multiplies the logits before `softcap`. Positive: 0 would leave no gradient, and no model reverses its logits."""
     return_z_loss: bool = False
     """Also return the z-loss part of the loss (non-differentiable)."""
     return_token_accuracy: bool = False
@@ -66,11 +69,13 @@ class CrossEntropyOptions:
         known = isinstance(reduction, str) and reduction in REDUCTIONS
         _require(known, "reduction", reduction, "'mean', 'sum' or 'none'")
         smoothing = self.label_smoothing
-        _require(_is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
+        _require(is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
         z_scale = self.lse_square_scale
-        _require(_is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, SCALES)
+        _require(is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, SCALES)
         cap = self.softcap
-        _require(cap is None or (_is_real(cap) and cap >= SMALLEST_CAP), "softcap", cap, CAPS)
+        _require(cap is None or (is_real(cap) and cap >= SMALLEST_FACTOR), "softcap", cap, CAPS)
+        factor = self.logit_scale
+        _require(is_real(factor) and factor >= SMALLEST_FACTOR, "logit_scale", factor, FACTORS)
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name in ("loss_dtype", "accum_dtype"):
@@ -116,7 +121,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether this is a number that arithmetic in fp32 can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from . import dispatch, spec
 from .autograd import LossFunction
 from .call import Call, Needs, Recipe, gradient_waits
-from .checks import check_target_values, check_tensors
-from .context import autocast_dtype
+from .checks import check_num_items, check_target_values, check_tensors
+from .context import autocast_dtype, on_host
 from .dispatch import Op
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
@@ -26,6 +26,7 @@ def run(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
     backend: str | None = None,
 ) -> CrossEntropyOutput:
     """Check a call, find its implementation, run it under autograd. Shapes as in `liger.functional`.
@@ -36,9 +37,11 @@ def run(
     """
     check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = torch.compiler.is_compiling()
+    check_num_items(num_items, options)
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
-    call = Call(flat, target if target.ndim == 1 else target.reshape(-1), weight, bias, class_weight, recipe)
+    rows_of = target if target.ndim == 1 else target.reshape(-1)
+    call = Call(flat, rows_of, weight, bias, class_weight, recipe, _beside(flat, num_items))
     outputs: tuple[Any, ...]
     if tracing:
         outputs = traced_loss(call)
@@ -52,6 +55,17 @@ def run(
     elif outputs[3] is not None:
         outputs = (*outputs[:3], outputs[3].view(target.shape))
     return CrossEntropyOutput(*outputs)
+
+
+def _beside(input: Tensor, num_items: float | Tensor | None) -> Tensor | None:
+    """As a () tensor on the device of `input`, which nobody waits for."""
+    if num_items is None:
+        return None
+    if isinstance(num_items, Tensor) and on_host(num_items):
+        num_items = num_items.item()
+    if isinstance(num_items, Tensor):
+        return num_items.detach().reshape(()).to(input.device, non_blocking=True)
+    return input.new_full((), num_items, dtype=spec.compute_dtype(input.dtype))
 
 
 def _recipe(

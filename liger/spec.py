@@ -1,11 +1,11 @@
 r"""The mathematics, once: plain torch, no host sync; float64 in gives float64 out, anything else computes in float32.
 
 For one row with logits \(x\), target \(y\), class weights \(w\) (1 if absent), vocabulary size \(V\),
-\(e\) = `label_smoothing`, \(k\) = `lse_square_scale` and \(c\) = `softcap`:
+\(e\) = `label_smoothing`, \(k\) = `lse_square_scale`, \(c\) = `softcap` and \(l\) = `logit_scale`:
 
 $$
 \begin{aligned}
-s_v &= c \tanh(x_v / c) \quad (s = x \text{ without softcap}) \\
+s_v &= c \tanh(l\, x_v / c) \quad (s = l\, x \text{ without softcap}) \\
 \mathrm{lse} &= \log \textstyle\sum_v e^{s_v}, \qquad p_v = e^{s_v - \mathrm{lse}} \\
 \mathrm{core} &= (1-e)\, w_y (\mathrm{lse} - s_y) + \tfrac{e}{V} \textstyle\sum_v w_v (\mathrm{lse} - s_v) \\
 z &= k\, \mathrm{lse}^2 \\
@@ -14,7 +14,8 @@ t &= \mathrm{stop\_gradient}(p_y) \text{ with use\_token\_scaling, else } 1 \\
 \end{aligned}
 $$
 
-mean: \(D\) is the sum of \(w_y\) over valid rows and \(M\) the number of valid rows; sum and none: \(D = M = 1\).
+mean: \(D\) is the sum of \(w_y\) over valid rows and \(M\) the number of valid rows, or both are `num_items` where that is
+given; sum and none: \(D = M = 1\).
 A row is valid when its target differs from `ignore_index`. Where \(D\) or \(M\) is 0 that term is 0.
 
 $$
@@ -22,11 +23,12 @@ $$
 \frac{\partial\, \mathrm{core}}{\partial s_v} &= (1-e)\, w_y (p_v - [v=y])
     + \tfrac{e}{V} \big(p_v \textstyle\sum_u w_u - w_v\big) \\
 \frac{\partial z}{\partial s_v} &= 2 k\, \mathrm{lse}\; p_v, \qquad
-\frac{\partial s_v}{\partial x_v} = 1 - (s_v / c)^2
+\frac{\partial s_v}{\partial x_v} = l\, (1 - (s_v / c)^2)
 \end{aligned}
 $$
 
-so that a row's gradient is \((a\, p_v - b\, [v=y] - d\, w_v)(1 - (s_v/c)^2)\) with three coefficients per row.
+so that a row's gradient is \((a\, p_v - b\, [v=y] - d\, w_v)(1 - (s_v/c)^2)\) with three coefficients per row,
+\(l\) among their factors.
 
 \(\mathrm{lse} - s_y\) is formed as \(\log \sum_v e^{s_v - m} - (s_y - m)\) with \(m = \max_v s_v\), and the pair
 \((m, \log \sum_v e^{s_v - m})\) is what is kept of a row: their sum would lose the loss's digits in a large common offset.
@@ -141,11 +143,19 @@ class RowStats(NamedTuple):
 
 
 def divisors(
-    target: Tensor, class_weight: Tensor | None, options: CrossEntropyOptions, dtype: torch.dtype
+    target: Tensor,
+    class_weight: Tensor | None,
+    options: CrossEntropyOptions,
+    dtype: torch.dtype,
+    num_items: Tensor | None = None,
 ) -> Divisors | None:
-    """D and M for the mean; None for the other reductions. `target` (N,), `class_weight` (V,) or None."""
+    """D and M for the mean; None for the other reductions. `target` (N,), `class_weight` (V,) and `num_items` () or None."""
     if options.reduction != "mean":
         return None
+    if num_items is not None:  # its value is on the device: nobody could refuse one that is no count, so it shows
+        items = num_items.to(dtype)
+        items = torch.where((items >= 0) & (items < torch.inf), items, torch.nan)
+        return Divisors(items, items)
     valid = target != options.ignore_index
     count = valid.sum(dtype=dtype)
     if class_weight is None:
@@ -215,6 +225,8 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     t = p.gather(1, index[:, None])[:, 0] if options.use_token_scaling else torch.ones_like(lse[0])
     if grad_loss is not None:
         t = t * grad_loss.to(t.dtype)
+    if options.logit_scale != 1:
+        t = t * options.logit_scale
     t = torch.where(in_range, t, torch.nan)
     target_weight = _target_weight(inputs, vocab)
     b = t * inverse.core * (1 - e) * target_weight
@@ -253,6 +265,8 @@ def reduce(
 
 def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
     x = logits.to(compute_dtype(logits.dtype))
+    if options.logit_scale != 1:
+        x = x * options.logit_scale
     return x if options.softcap is None else torch.tanh(x / options.softcap).mul_(options.softcap)
 
 

@@ -68,6 +68,8 @@ class Inputs:
     """(V,) of the head."""
     class_weight: Tensor | None = None
     """(V,)"""
+    num_items: float | Tensor | None = None
+    """What the mean divides by instead of the valid rows."""
 
     @property
     def vocab(self) -> int:
@@ -160,7 +162,7 @@ class Expected:
     rows: CrossEntropyOutput
     """(N,) the parts that `loss` and `z_loss` are sums of."""
     scores: Tensor
-    """(N, V) logits after bias and softcap."""
+    """(N, V) logits after bias, scale and softcap."""
     magnitudes: Outcome
     """For every number in `outcome`, the sum of the absolute values of its terms, times what amplifies their errors."""
     row_magnitudes: CrossEntropyOutput
@@ -250,13 +252,17 @@ def _dense(
         head_bias = None if bias is None else rounded(bias)
         logits = rounded(F.linear(rounded(flat), rounded(weight), head_bias))
         spread = F.linear(flat.abs(), weight.abs(), None if bias is None else bias.abs()).detach()
+    if options.logit_scale != 1:
+        logits = options.logit_scale * logits
+        spread = options.logit_scale * spread + logits.detach().abs()
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
         spread = spread + logits.detach().abs()
     logits.retain_grad()
 
     class_weight = None if inputs.class_weight is None else inputs.class_weight.to(dtype)
-    output, rows, pull, z_pull = _dense_loss(logits, inputs.target.reshape(-1), class_weight, options)
+    num_items = None if inputs.num_items is None else float(inputs.num_items)
+    output, rows, pull, z_pull = _dense_loss(logits, inputs.target.reshape(-1), class_weight, num_items, options)
     if options.reduction == "none":
         output = _map(lambda part: part.reshape(inputs.target.shape), output)
     upstream = torch.ones_like(output.loss) if upstream is None else upstream.to(dtype)
@@ -280,7 +286,7 @@ def _dense(
 
 
 def _dense_loss(
-    logits: Tensor, target: Tensor, class_weight: Tensor | None, options: CrossEntropyOptions
+    logits: Tensor, target: Tensor, class_weight: Tensor | None, num_items: float | None, options: CrossEntropyOptions
 ) -> tuple[CrossEntropyOutput, CrossEntropyOutput, Tensor, Tensor]:
     """From capped logits (N, V), in their dtype: what a call returns, its row-wise parts, and the factors of the loss,
     (N, V) those of each class's -log p and (N,) those of lse squared.
@@ -295,9 +301,10 @@ def _dense_loss(
     pull = wanted * w
     z_pull = torch.full_like(s[:, 0], options.lse_square_scale)
     if options.reduction == "mean":
-        mass = w[y].sum()
+        mass = w[y].sum() if num_items is None else num_items
+        count = len(valid) if num_items is None else num_items
         pull = pull / mass if mass > 0 else pull * 0
-        z_pull = z_pull / max(len(valid), 1)
+        z_pull = z_pull / count if count > 0 else z_pull * 0
     if options.use_token_scaling:
         scale = log_p.gather(-1, y[:, None]).exp().detach()
         pull, z_pull = pull * scale, z_pull * scale[:, 0]
@@ -325,7 +332,7 @@ def _magnitudes(
     logits: Tensor, spread: Tensor, pull: Tensor, z_pull: Tensor, upstream: Tensor, options: CrossEntropyOptions
 ) -> tuple[CrossEntropyOutput, Tensor]:
     """How far an error of one rounding in every term reaches, to first order and in units of it: (N,) into the rows'
-    loss and z-loss, (N, V) into the gradient of the logits before the softcap.
+    loss and z-loss, (N, V) into the gradient of the logits before scale and softcap.
 
     Args:
         logits: (N, V) after the softcap, with their gradient.
@@ -352,6 +359,7 @@ def _magnitudes(
         into_logits = into_logits * off_log_p.amax(-1, keepdim=True)
     if options.softcap is not None:
         into_logits = into_logits * (1 + (s / options.softcap).square())
+    into_logits = into_logits * options.logit_scale
     return CrossEntropyOutput(loss, z_loss), into_logits
 
 

@@ -32,6 +32,7 @@ EVERYTHING = CrossEntropyOptions(
     label_smoothing=0.1,
     lse_square_scale=1e-4,
     softcap=30.0,
+    logit_scale=0.5,
     return_z_loss=True,
     return_predicted_tokens=True,
     use_token_scaling=True,

@@ -122,7 +122,7 @@ class Subject:
 
     def __call__(self, inputs: Inputs, **options):
         """The loss through the public function, on this row's backend."""
-        options.setdefault("backend", self.row.backend)
+        options = {"backend": self.row.backend, "num_items": inputs.num_items} | options
         if self.fused:
             return liger.liger_fused_linear_cross_entropy(
                 inputs.input, inputs.weight, inputs.target, inputs.bias, inputs.class_weight, **options

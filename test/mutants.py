@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mutations.md"
-TESTS = ["test_spec.py", "test_targets.py", "test_numerics.py", "test_autograd.py", "test_linear.py", "test_shapes.py"]
+SUBJECTS = ("spec", "num_items", "targets", "numerics", "autograd", "linear", "shapes")
+TESTS = [f"test_{subject}.py" for subject in SUBJECTS]
 WITHOUT_KERNELS = "not triton and not cutedsl and not mutant"
 FIRST_FAILURE = re.compile(r"^FAILED test/(\S+)", re.MULTILINE)
 BEGIN, END = "<!-- generated: mutants -->", "<!-- /generated -->"
@@ -85,6 +86,8 @@ MATHEMATICS = (
         "shifted.exp_().sum(-1) + (-s.shape[1] % 128) * torch.exp(-maximum)",
     ),
     Mutant("scale ignored rows", SPEC, "return grad.masked_fill_(~valid[:, None], 0)", "return grad"),
+    Mutant("forget the scale in the gradient", SPEC, "t = t * options.logit_scale", "pass"),
+    Mutant("divide by the rows, not the items", SPEC, "return Divisors(items, items)", "pass"),
     Mutant("skip the softcap derivative", SPEC, "grad *= 1 - (s / options.softcap) ** 2", "grad *= 1"),
 )
 

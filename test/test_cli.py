@@ -27,6 +27,7 @@ FLAGS = {
     "label_smoothing": (["--label-smoothing", ".1"], 0.1),
     "lse_square_scale": (["--lse-square-scale", "1e-4"], 1e-4),
     "softcap": (["--softcap", "30"], 30.0),
+    "logit_scale": (["--logit-scale", "0.5"], 0.5),
     "return_z_loss": (["--return-z-loss"], True),
     "return_token_accuracy": (["--return-token-accuracy"], True),
     "return_predicted_tokens": (["--return-predicted-tokens"], True),
@@ -38,6 +39,7 @@ FLAGS = {
     "weight": (["--weight"], True),
     "bias": (["--bias"], True),
     "ce_weight": (["--ce-weight"], True),
+    "num_items": (["--num-items"], True),
 }
 DEVICES = {
     "cpu": DeviceInfo("cpu"),

@@ -75,6 +75,8 @@ OPTIONS = [
     (FLCE, {"bias": True, "ce_weight": True, "chunk_size": 16}, "bf16", {"cuda 9.0": "triton", "cpu": "torch"}),
     (FLCE, {"use_token_scaling": True, "reduction": "sum"}, "fp64", {"cuda 9.0": "torch", "cpu": "torch"}),
     (FLCE, {"accum_dtype": torch.float32, "label_smoothing": 0.1}, "bf16", {"cuda 9.0": "triton", "cpu": "torch"}),
+    (FLCE, {"logit_scale": 0.25, "num_items": True}, "bf16", {"cuda 9.0": "triton", "rocm": "triton", "cpu": "torch"}),
+    (CE, {"logit_scale": 0.25, "num_items": True}, "fp64", {"cuda 9.0": "torch", "cpu": "torch"}),
 ]
 
 PACKAGES = [
@@ -93,6 +95,7 @@ NONDEFAULT = {
     "label_smoothing": 0.1,
     "lse_square_scale": 1e-4,
     "softcap": 30.0,
+    "logit_scale": 0.5,
     "return_z_loss": True,
     "return_token_accuracy": True,
     "return_predicted_tokens": True,
@@ -104,6 +107,7 @@ NONDEFAULT = {
     "weight": True,
     "bias": True,
     "ce_weight": True,
+    "num_items": True,
 }
 
 
@@ -459,9 +463,10 @@ def test_explain_as_text(install):
         (FLCE, {"shape": (2, 3)}, r"shape must be \(N, V, H\)"),
         (CE, {"dtype": torch.int64}, "dtype must be one of torch.float16, .*got torch.int64"),
         (CE, {"softcap": -1.0}, r"softcap must be None or a number in \[1e-30, 1e\+30\], got -1.0"),
-        (CE, {"bias": True, "softcap": 3.0}, "options of cross_entropy must be among .*, weight, got bias$"),
+        (CE, {"bias": True, "softcap": 3.0}, "options of cross_entropy must be among .*, weight, num_items, got bias$"),
         (FLCE, {"accum_dtype": torch.bfloat16}, "accum_dtype must be None or float32 for a float32 weight, got bf"),
-        (FLCE, {"weight": True}, "options of fused_linear_.* must be among .*, bias, ce_weight, got weight$"),
+        (CE, {"num_items": True, "reduction": "sum"}, "num_items must be None with reduction='sum'"),
+        (FLCE, {"weight": True}, "options of fused_linear_.* must be among .*, bias, ce_weight, num_items, got weight$"),
     ],
 )
 def test_explain_refuses_what_is_no_question(op, change, message):

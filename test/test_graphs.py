@@ -13,6 +13,7 @@ from liger.options import CrossEntropyOptions
 EXTRAS = {
     "label_smoothing": 0.1,
     "softcap": 5.0,
+    "logit_scale": 0.5,
     "lse_square_scale": 1e-3,
     "return_z_loss": True,
     "return_token_accuracy": True,

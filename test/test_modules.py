@@ -28,6 +28,7 @@ SHARED = {
     "label_smoothing": 0.2,
     "reduction": "none",
     "softcap": 2.0,
+    "logit_scale": 0.5,
     "return_z_loss": True,
     "return_token_accuracy": True,
     "return_predicted_tokens": True,
@@ -41,6 +42,7 @@ OPTIONS = {
         "chunk_size": 2,
     },
 }
+NOT_IN_APPLY = ("chunk_size", "logit_scale")
 TRITON_ONLY = {"loss_dtype": torch.float32, "in_place": True}
 CASES = [(module, {name: value}) for module, options in OPTIONS.items() for name, value in options.items()]
 CASES += [(module, {}) for module in OPTIONS] + list(OPTIONS.items())
@@ -224,8 +226,7 @@ def positional(module, t, *, weighted, short, **options):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("module", "options"), CASES)
 def test_apply_is_the_function(tensors, module, options, weighted, short):
-    if "chunk_size" in options:
-        options = {name: value for name, value in options.items() if name != "chunk_size"}  # not an argument of apply
+    options = {name: value for name, value in options.items() if name not in NOT_IN_APPLY}
     found = positional(module, tensors, weighted=weighted, short=short, **options)
     assert isinstance(found, tuple)
     assert len(found) == 4
@@ -331,6 +332,7 @@ ALLOWED = {
     "label_smoothing": "a number in [0, 1]",
     "lse_square_scale": "a number in [0, 1e+30]",
     "softcap": "None or a number in [1e-30, 1e+30]",
+    "logit_scale": "a number in [1e-30, 1e+30]",
     "return_z_loss": "True or False",
     "return_token_accuracy": "True or False",
     "return_predicted_tokens": "True or False",
@@ -346,6 +348,7 @@ BAD = {
     "label_smoothing": (-0.1, 1.1, math.nan, math.inf, "0.1", None, True, 1j),
     "lse_square_scale": (-1e-4, math.nan, math.inf, "0", None, False),
     "softcap": (0.0, 0, -30.0, math.nan, math.inf, "30", True),
+    "logit_scale": (0.0, 0, -1.0, math.nan, math.inf, "1", None, True),
     "return_z_loss": (None, 1, "yes"),
     "return_token_accuracy": (None, 0, "no"),
     "return_predicted_tokens": (None, 1, []),
@@ -393,7 +396,7 @@ def test_functions_refuse_bad_values_before_anything_is_computed(tensors, name, 
 @REFUSED
 def test_apply_refuses_bad_values(tensors, name, value):
     for module in OPTIONS:
-        if takes(module, name) and name != "chunk_size":
+        if takes(module, name) and name not in NOT_IN_APPLY:
             with refused(name, value):
                 positional(module, tensors, weighted=False, short=False, **{name: value})
 

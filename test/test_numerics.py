@@ -231,13 +231,14 @@ def test_N13_without_hidden_states_the_bias_is_the_logits(flce, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("logit_scale", [1.0, 0.5])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_N15_options_that_change_the_logits(loss, softcap, bias, reduction):
+def test_N15_options_that_change_the_logits(loss, softcap, logit_scale, bias, reduction):
     if bias and not loss.fused:
         pytest.skip("cross entropy has no bias")
     for dtype in loss.few(loss.dtypes):
         inputs = loss.inputs(4, 130, dtype=dtype, **({"bias": bias} if loss.fused else {}))
-        loss.check(inputs, softcap=softcap, reduction=reduction)
+        loss.check(inputs, softcap=softcap, logit_scale=logit_scale, reduction=reduction)
 
 
 def test_N19_fp16_gradients_survive_the_mean(flce):

@@ -39,6 +39,19 @@ def for_all(subject, **strategies):
     return run
 
 
+def items_of(subject):
+    """None, numbers, and tensors of one element."""
+    numbers = st.sampled_from((0, 1, 1000)) | st.floats(0.5, 100)
+    tensors = st.builds(
+        lambda value, dtype, shape, device: torch.tensor(value, dtype=dtype, device=device).reshape(shape),
+        st.integers(0, 100),
+        st.sampled_from((torch.int64, torch.float32)),
+        st.sampled_from(((), (1,))),
+        st.sampled_from(sorted({"cpu", subject.device})),
+    )
+    return st.none() | numbers | tensors
+
+
 @st.composite
 def draws(draw, subject, *, dtype=None, without=(), **fixed):
     """A call with random tensors and any options that the implementation admits, but those named in `without`.
@@ -67,12 +80,15 @@ def draws(draw, subject, *, dtype=None, without=(), **fixed):
         "label_smoothing": st.sampled_from((0.0, 0.1, 1.0)) | st.floats(0, 1),
         "lse_square_scale": st.sampled_from((0.0, 1e-4)) | st.floats(0, 1),
         "softcap": st.none() | st.sampled_from((30.0, 1.0)) | st.floats(0.1, 100),
+        "logit_scale": st.sampled_from((1.0, 0.0625)) | st.floats(0.01, 4),
         "use_token_scaling": st.booleans(),
         "chunk_size": st.none() | st.integers(1, 7),
         **dict.fromkeys(EXTRAS, st.booleans()),
     }
     admitted = [name for name in values if name in subject.row.capability.options and name not in without]
     options = {name: choose(name, values[name]) for name in admitted}
+    if options.get("reduction") == "mean" and "num_items" not in without:
+        inputs = replace(inputs, num_items=choose("num_items", items_of(subject)))
     assert not fixed, f"nothing is called {fixed}"
     return Drawn(inputs, options | {"ignore_index": ignore_index})
 
@@ -156,6 +172,7 @@ def test_permuting_the_vocabulary_permutes_the_gradient(loss):
             permuted(inputs.weight),
             permuted(inputs.bias),
             permuted(inputs.class_weight),
+            inputs.num_items,
         )
         got = loss.outcome(moved, **drawn.options)
 
@@ -231,8 +248,8 @@ def test_the_class_weighted_mean_is_its_formula(loss):
 
     @for_all(loss, data=st.data())
     def check(data):
-        drawn = data.draw(draws(loss, reduction="mean", class_weight=True, ignored=0.2, rows=5, without=EXTRAS))
-        plain = ("label_smoothing", "lse_square_scale", "softcap", "use_token_scaling")
+        drawn = data.draw(draws(loss, reduction="mean", class_weight=True, ignored=0.2, rows=5, without=(*EXTRAS, "num_items")))
+        plain = ("label_smoothing", "lse_square_scale", "softcap", "logit_scale", "use_token_scaling")
         options = {name: value for name, value in drawn.options.items() if name not in plain}
 
         def formula(dtype):

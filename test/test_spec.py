@@ -55,7 +55,7 @@ def test_equals_torch(loss, reduction, smoothing, class_weight):
 
 # Option combinations with distinct gradients. Token scaling is not one: it stops a gradient on purpose.
 COMBINATIONS = [
-    {"reduction": reduction, "label_smoothing": e, "lse_square_scale": k, "softcap": cap}
+    {"reduction": reduction, "label_smoothing": e, "lse_square_scale": k, "softcap": cap, "logit_scale": 0.75}
     for reduction, e, k, cap in product(REDUCTIONS, (0.0, 0.1), (0.0, 0.01), (None, 2.0))
 ]
 
@@ -86,6 +86,7 @@ VALUES = {
     "label_smoothing": 0.1,
     "lse_square_scale": 0.01,
     "softcap": 2.0,
+    "logit_scale": 0.25,
     "return_z_loss": True,
     "return_token_accuracy": True,
     "return_predicted_tokens": True,
@@ -97,8 +98,9 @@ VALUES = {
     "weight": True,
     "bias": True,
     "ce_weight": True,
+    "num_items": torch.tensor([5]),
 }
-TENSORS = ("weight", "bias", "ce_weight")
+TENSORS = ("weight", "bias", "ce_weight", "num_items")
 BF16_OPTIONS = ("loss_dtype", "accum_dtype")
 
 
@@ -113,6 +115,8 @@ def call_with(subject, name):
     inputs = subject.inputs(4, 37, dtype=dtype, class_weight=name in ("weight", "ce_weight"), **given)
     if name == "ignore_index":
         inputs.target[inputs.target == -100] = VALUES[name]
+    if name == "num_items":
+        inputs = replace(inputs, num_items=VALUES[name].to(subject.device))
     options = {} if name in TENSORS else {name: VALUES[name]}
     return inputs, options | ({"lse_square_scale": 0.01} if name == "return_z_loss" else {})
 
@@ -129,7 +133,7 @@ def test_an_option_is_right_or_refused(loss, name):
     elif name in option_names(loss.row.op):
         shape = (4, 37, 16) if loss.fused else (4, 37)
         info = device_info(torch.device(loss.device))
-        request = Request(loss.row.op, info, torch.bfloat16, shape, ((name, VALUES[name]),))
+        request = Request(loss.row.op, info, torch.bfloat16, shape, ((name, name in TENSORS or VALUES[name]),))
         with pytest.raises(UnsupportedError, match=rf"{loss.row.backend}: .*{name}="):
             resolve(request, loss.row.backend)
 

@@ -71,7 +71,7 @@ class Request:
     shape: tuple[int, ...]
     """(N, V) for cross_entropy, (N, V, H) for fused_linear_cross_entropy."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The non-default (name, value) pairs, and ("bias", True), ("weight", True) or ("ce_weight", True)."""
+    """The non-default (name, value) pairs, and (name, True) for what is given: bias, weight, ce_weight, num_items."""
 
     def __str__(self) -> str:
         shape = ", ".join(f"{k}={v}" for k, v in zip(SHAPE_LETTERS[self.op], self.shape, strict=True))

@@ -72,7 +72,7 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
             inputs.class_weight_sum,
             *stats,
             vocab,
-            _float(options.softcap),
+            *_transform(options),
             SMOOTHING=options.label_smoothing > 0,
             STRIDED=logits.stride(1) != 1,
             BLOCK=launch.block,
@@ -143,12 +143,14 @@ def _scalars(options: CrossEntropyOptions) -> tuple[int | float | None, ...]:
         options.ignore_index,
         float(options.label_smoothing),
         float(options.lse_square_scale),
-        _float(options.softcap),
+        *_transform(options),
     )
 
 
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)
+def _transform(options: CrossEntropyOptions) -> tuple[float | None, float | None]:
+    """What becomes of a logit before anything else; None leaves its part out of the compiled kernel."""
+    scale, cap = options.logit_scale, options.softcap
+    return None if scale == 1 else float(scale), None if cap is None else float(cap)
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -48,26 +48,28 @@ def _tanh(x):
 
 
 @triton.jit
-def _capped(x, softcap):
+def _capped(x, logit_scale, softcap):
     x = x.to(tl.float32)
+    if logit_scale is not None:
+        x *= logit_scale
     if softcap is not None:
         x = softcap * _tanh(x / softcap)
     return x
 
 
 @triton.jit
-def _capped_block(x, offsets, vocab, softcap, MASKED: tl.constexpr):
+def _capped_block(x, offsets, vocab, logit_scale, softcap, MASKED: tl.constexpr):
     """Logits after the soft cap; padding lanes are -inf so that they carry no mass."""
-    s = _capped(x, softcap)
+    s = _capped(x, logit_scale, softcap)
     if MASKED:
         s = tl.where(offsets < vocab, s, -float("inf"))
     return s
 
 
 @triton.jit
-def _pivot(row_ptr, target_logit, softcap):
+def _pivot(row_ptr, target_logit, logit_scale, softcap):
     """What smoothing's sum is taken relative to: near the row's values, so that digits remain; not a masked class."""
-    return tl.maximum(_capped(tl.load(row_ptr), softcap), target_logit)
+    return tl.maximum(_capped(tl.load(row_ptr), logit_scale, softcap), target_logit)
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _add_block(
 
 @triton.jit
 def _statistics(
-    row_ptr, stride, vocab, softcap, class_weight_ptr, pivot, start, maxima, sums, weighted,
+    row_ptr, stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, start, maxima, sums, weighted,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Statistics of a row from `start` on, added to those given: (m, sum exp(s - m), sum w (s - pivot))."""
@@ -101,14 +103,14 @@ def _statistics(
     full = vocab // BLOCK * BLOCK
     for begin in range(start, full, BLOCK):
         offsets = begin + lanes
-        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, EVICT), softcap)
+        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, EVICT), logit_scale, softcap)
         maxima, sums, weighted = _add_block(
             s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
         )
     if tl.maximum(full, start) < vocab:
         offsets = full + lanes
         x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, EVICT)
-        s = _capped_block(x, offsets, vocab, softcap, True)
+        s = _capped_block(x, offsets, vocab, logit_scale, softcap, True)
         maxima, sums, weighted = _add_block(
             s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, True, WIDTH
         )
@@ -122,13 +124,13 @@ def _reduced(maxima, sums, weighted):
 
 
 @triton.jit
-def _argmax(row_ptr, stride, vocab, softcap, maximum, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
+def _argmax(row_ptr, stride, vocab, logit_scale, softcap, maximum, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     """Lowest index whose capped logit is the maximum; 0 for a row that has none (all NaN or all -inf)."""
     best = tl.full((BLOCK,), vocab, tl.int32)
     for begin in range(0, vocab, BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, "")
-        s = _capped_block(x, offsets, vocab, softcap, True)
+        s = _capped_block(x, offsets, vocab, logit_scale, softcap, True)
         best = tl.minimum(best, tl.where(s == maximum, offsets, vocab))
     found = tl.min(best, 0)
     return tl.where(found < vocab, found, 0)
@@ -183,7 +185,7 @@ def _gradient_block(
 
 @triton.jit
 def _write_gradient(
-    row_ptr, stride, grad_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, start,
+    row_ptr, stride, grad_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, logit_scale, softcap, class_weight_ptr, start,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a row from `start` on, reading the logits (again)."""
@@ -191,12 +193,12 @@ def _write_gradient(
     full = vocab // BLOCK * BLOCK
     for begin in range(start, full, BLOCK):
         offsets = begin + lanes
-        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, "evict_first"), softcap)
+        s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, "evict_first"), logit_scale, softcap)
         g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
         _store(grad_ptr, offsets, grad_stride, vocab, g, False, GRAD_STRIDED)
     if tl.maximum(full, start) < vocab:
         offsets = full + lanes
-        s = _capped(_load(row_ptr, offsets, stride, vocab, True, STRIDED, "evict_first"), softcap)
+        s = _capped(_load(row_ptr, offsets, stride, vocab, True, STRIDED, "evict_first"), logit_scale, softcap)
         g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
         _store(grad_ptr, offsets, grad_stride, vocab, g, True, GRAD_STRIDED)
 
@@ -213,7 +215,7 @@ def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
-    vocab, ignore_index, label_smoothing, lse_square_scale, softcap,
+    vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
@@ -243,8 +245,8 @@ def rows_kernel(
 
     in_range = (y >= 0) & (y < vocab)
     y = tl.where(in_range, y, 0)
-    target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
-    pivot = _pivot(row_ptr, target_logit, softcap)
+    target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
+    pivot = _pivot(row_ptr, target_logit, logit_scale, softcap)
 
     lanes = tl.arange(0, BLOCK)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
@@ -257,12 +259,12 @@ def rows_kernel(
         held = held + (x,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no starred expression)
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
-        s = _capped(held[i], softcap)
+        s = _capped(held[i], logit_scale, softcap)
         maxima, sums, weighted = _add_block(
             s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
         )
     maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, pivot, HELD, maxima, sums, weighted,
+        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, HELD, maxima, sums, weighted,
         SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
@@ -292,17 +294,19 @@ def rows_kernel(
         tl.store(lse_ptr + row, maximum)
         tl.store(lse_ptr + lse_stride + row, log_sum)
     if predicted_ptr is not None:
-        best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)
+        best = _argmax(row_ptr, logits_stride, vocab, logit_scale, softcap, maximum, STRIDED, BLOCK)
         tl.store(predicted_ptr + row, best.to(tl.int64))
 
     if grad_ptr is not None:
+        if logit_scale is not None:
+            a, b, d = a * logit_scale, b * logit_scale, d * logit_scale
         for i in tl.static_range(HELD // BLOCK):
             offsets = i * BLOCK + lanes
-            s = _capped(held[i], softcap)
+            s = _capped(held[i], logit_scale, softcap)
             g = _gradient_block(s, offsets, vocab, y, maximum, log_sum, a, b, d, softcap, class_weight_ptr, SMOOTHING)
             _store(grad_row_ptr, offsets, grad_stride, vocab, g, False, GRAD_STRIDED)
         _write_gradient(
-            row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap,
+            row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, logit_scale, softcap,
             class_weight_ptr, HELD, SMOOTHING, STRIDED, GRAD_STRIDED, BLOCK,
         )  # fmt: skip
 
@@ -310,7 +314,7 @@ def rows_kernel(
 @triton.jit
 def row_stats_kernel(
     logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr, class_weight_sum_ptr,
-    maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, softcap,
+    maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, logit_scale, softcap,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one row over the vocabulary range given. Reads the row once."""
@@ -318,13 +322,13 @@ def row_stats_kernel(
     row_ptr = logits_ptr + row * logits_row_stride
     y = tl.load(target_ptr + row * target_stride).to(tl.int64)
     in_range = (y >= 0) & (y < vocab)
-    target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), softcap)
-    pivot = _pivot(row_ptr, target_logit, softcap)
+    target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), logit_scale, softcap)
+    pivot = _pivot(row_ptr, target_logit, logit_scale, softcap)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
     weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
     maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, softcap, class_weight_ptr, pivot, 0, maxima, sums, weighted,
+        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, 0, maxima, sums, weighted,
         SMOOTHING, STRIDED, "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
@@ -338,7 +342,7 @@ def row_stats_kernel(
             weight_sum = vocab * 1.0
         tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - pivot))
     if argmax_ptr is not None:
-        best = _argmax(row_ptr, logits_stride, vocab, softcap, maximum, STRIDED, BLOCK)
+        best = _argmax(row_ptr, logits_stride, vocab, logit_scale, softcap, maximum, STRIDED, BLOCK)
         tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
@@ -346,7 +350,7 @@ def row_stats_kernel(
 def row_grad_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
-    grad_loss_ptr, grad_loss_stride, vocab, ignore_index, label_smoothing, lse_square_scale, softcap,
+    grad_loss_ptr, grad_loss_stride, vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -364,15 +368,17 @@ def row_grad_kernel(
     log_sum = tl.load(lse_ptr + lse_stride + row)
     t = tl.where(in_range, tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32), float("nan"))
     if TOKEN_SCALING:
-        target_logit = _capped(tl.load(row_ptr + y * logits_stride), softcap)
+        target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
         t *= tl.exp2((target_logit - maximum - log_sum) * LOG2_E)
         tl.debug_barrier()  # the gradient may overwrite the logits: every warp has read this one first
+    if logit_scale is not None:
+        t *= logit_scale
     a, b, d = _coefficients(
         y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
         label_smoothing, lse_square_scale,
     )  # fmt: skip
     _write_gradient(
-        row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, softcap,
+        row_ptr, logits_stride, grad_row_ptr, grad_stride, vocab, y, maximum, log_sum, a, b, d, logit_scale, softcap,
         class_weight_ptr, 0, SMOOTHING, STRIDED, GRAD_STRIDED, BLOCK,
     )  # fmt: skip
 
