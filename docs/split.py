@@ -80,7 +80,9 @@ def _predicted(run: Run) -> str:
         share = f"{total / one:.3f}"
         lines.append((f"{ranks:,}", ms(one / ranks), ms(gather), ms(summed), ms(hidden), ms(total), share))
     head = ("ranks", "compute", "statistics", "sum of dx", "of it hidden", "step", "of one GPU's time")
-    return f"*ms. {run.made_on}, {ranks_run} GPUs; everything beyond that is predicted.*\n\n" + table(head, lines)
+    measured = times["linear, split"]
+    found = f"Measured with {ranks_run} ranks: {ms(measured)} ms, {measured / one:.3f} of one GPU's time.\n"
+    return f"*ms, predicted. Constants: {run.made_on}, {ranks_run} GPUs.*\n\n{table(head, lines)}\n{found}"
 
 
 def bytes_measured() -> str:
