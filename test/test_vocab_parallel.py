@@ -30,6 +30,14 @@ BOUNDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _ranks_are_on_the_cpu(request):
+    """What is parametrised over devices as well runs there once, in a test of its own."""
+    subjects = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
+    if "gpus" not in request.fixturenames and any(getattr(subject, "device", "") == "cuda" for subject in subjects):
+        pytest.skip("test_two_gpus has the GPUs' share")
+
+
 @pytest.fixture(scope="module")
 def gpus():
     if torch.cuda.device_count() < 2:
@@ -552,6 +560,7 @@ def test_two_gpus(loss, gpus):
     """Everything once over NCCL."""
     if loss.device == "cpu":
         pytest.skip("this is for GPUs")
+    loss.needs(vocab_parallel=2)
     for dtype in (torch.float32, torch.bfloat16):
         extra = {"bias": True} if loss.fused else {}
         inputs = loss.inputs(64, 1000, 16, dtype=dtype, class_weight=True, **extra)
