@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import results
+import split
 import torch
 from results import table as _table
 
@@ -87,6 +88,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "clock": results.clock,
     "host_time": results.host_time,
     "sweeps": results.sweeps,
+    "split_volumes": split.volumes,
+    "split_times": split.predicted,
+    "split_bytes": split.bytes_measured,
 }
 
 

@@ -171,6 +171,8 @@ class Run:
             return _cpu_tables(timed)
         if self.kernel == "fused_linear_cross_entropy":
             return _linear_tables(timed)
+        if self.kernel == "vocab_parallel":
+            return _split_tables(timed)
         return _plain_tables(timed)
 
     def named(self, title: str) -> Table | None:
@@ -295,6 +297,14 @@ def _cpu_tables(results: list[Result]) -> list[Table]:
     ]
 
 
+def _split_tables(results: list[Result]) -> list[Table]:
+    """A row per step: what differs is how the vocabulary is split, by one implementation."""
+    steps = [replace(r, provider="liger", config=r.config | {"step": r.provider}) for r in results]
+    config = results[0].config
+    title = f"{results[0].x:g} GPUs, {config['N']} rows, {config['H']} × {config['V']}, {config['dtype']}"
+    return [Table(title, "", steps, lambda result: str(result.config["step"]), "step")]
+
+
 def _plain_tables(results: list[Result]) -> list[Table]:
     """Of a benchmark that nothing is known about."""
 
@@ -325,10 +335,15 @@ PROVIDERS = {
     "quack": "its defaults",
     "quack_in_place": "which leaves the gradient in the logits",
 }
-TITLES = {"cross_entropy": "Cross entropy", "fused_linear_cross_entropy": "Fused linear cross entropy"}
+TITLES = {
+    "cross_entropy": "Cross entropy",
+    "fused_linear_cross_entropy": "Fused linear cross entropy",
+    "vocab_parallel": "A vocabulary split over GPUs",
+}
 COMMANDS = {
     "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
     "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
+    "vocab_parallel": "torchrun --nproc-per-node 2 -m benchmark.benchmark_vocab_parallel",
 }
 
 

@@ -462,3 +462,26 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--reduction", "mean", "--mode", "full")
     assert "1/1" in capsys.readouterr().out
+
+
+def split_benchmark(rank, path):
+    """In one of several processes, over gloo; the interpreter would take minutes."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    module = importlib.import_module("benchmark.benchmark_vocab_parallel")
+    small = ["--rows", "8", "--vocab", "40", "--hidden", "4", "--dtype", "float32", "--repeats", "2", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGER_BACKEND", "torch")
+        return module.main([*small, "--out", path])
+
+
+def test_split_vocabulary(world, tmp_path):
+    """It checks results and predicted bytes itself, on four ranks."""
+    path = tmp_path / "out.csv"
+    assert world.run(None, split_benchmark, str(path)) == [0] * 4
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = {row["kernel_provider"] for row in rows if row["metric_name"] == "speed"}
+    sent = {row["kernel_provider"]: float(row["y_value_50"]) for row in rows if row["metric_name"] == "sent"}
+    assert {"linear, one GPU", "linear, split", "logits, one GPU", "logits, split"} <= steps
+    assert sent["logits, split"] == 3 * 4 * 8 * 3  # three statistics of 4 bytes for 8 rows, to three others
+    assert sent["linear, split"] == sent["logits, split"] + 2 * 3 / 4 * 8 * 4 * 4
