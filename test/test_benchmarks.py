@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from liger.backends.linear import GPU_CHUNK_ROWS
 from liger.testing import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmark/ is not installed
@@ -177,7 +178,7 @@ def test_unknown_shape(text, capsys):
 
 
 def test_show_covers_the_published_shapes():
-    first, *_, sweep = linear.show_jobs("triton")
+    first, *_, few, many = linear.show_jobs("triton")
     assert [(shape.hidden, shape.vocab) for shape in first.shapes] == [
         (2048, 128256),
         (2048, 151936),
@@ -186,7 +187,8 @@ def test_show_covers_the_published_shapes():
         (4096, 128256),
     ]
     assert all(provider.default for provider in first.providers)
-    assert {provider.chunk_size for provider in sweep.providers} > {None, 1024}
+    assert (min(few.rows), max(many.rows)) == (512, 65536)
+    assert {provider.chunk_size for provider in many.providers} > {None, *GPU_CHUNK_ROWS[::2]}
 
 
 def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
