@@ -28,6 +28,7 @@ from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
 from .functional import GIVEN_TENSORS
 from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
+from .vocab_parallel import VocabParallel
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOATING_DTYPES}
 SHAPES: dict[Op, tuple[int, ...]] = {
@@ -120,6 +121,8 @@ def _reader(hint: Any) -> tuple[Any, str]:
     kinds = {kind for kind in get_args(hint) or (hint,) if kind is not type(None)}
     if torch.dtype in kinds:
         return _dtype, "DTYPE"
+    if VocabParallel in kinds:
+        return int, "RANKS"
     for kind in (int, float):
         if kind in kinds:
             return kind, kind.__name__.upper()

@@ -37,6 +37,7 @@ FLAGS = {
     "accum_dtype": (["--accum-dtype", "float32"], torch.float32),
     "use_token_scaling": (["--use-token-scaling"], True),
     "chunk_size": (["--chunk-size", "1024"], 1024),
+    "vocab_parallel": (["--vocab-parallel", "2"], 2),
     "weight": (["--weight"], True),
     "bias": (["--bias"], True),
     "ce_weight": (["--ce-weight"], True),
