@@ -78,6 +78,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "measured": results.measured,
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,
+    "step_summary": results.step_summary,
     "faster_peers": results.faster_peers,
     "copy_rate": results.copy_rate,
     "launches": results.launches,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from liger.backends import linear
+from liger.testing import CASES
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS.parent / "benchmark" / "data"
@@ -82,6 +83,7 @@ class Table:
     label: Label
     corner: str = "rows × vocabulary"
     base: str = "the floor"
+    memory: str = "extra peak MiB"
 
     @cached_property
     def cells(self) -> Cells:
@@ -137,7 +139,7 @@ class Table:
         times, memory = (
             any(metric in m for found in self.cells.values() for m in found.values()) for metric in ("ratio", "memory")
         )
-        return "ms" + (f" (times {self.base})" if times else "") + (" / extra peak MiB" if memory else "")
+        return "ms" + (f" (times {self.base})" if times else "") + (f" / {self.memory}" if memory else "")
 
 
 FLOORS = ("copy", "gemms")
@@ -171,6 +173,8 @@ class Run:
             return _cpu_tables(timed)
         if self.kernel == "fused_linear_cross_entropy":
             return _linear_tables(timed)
+        if self.kernel == "training_step":
+            return _training_tables(timed)
         return _plain_tables(timed)
 
     def named(self, title: str) -> Table | None:
@@ -281,18 +285,48 @@ def _cpu_tables(results: list[Result]) -> list[Table]:
     def label(result: Result) -> str:
         return f"{result.config['dtype']}, {result.x:.0f} % ignored"
 
-    torch_ms = {label(r): r.y for r in results if r.provider == "torch" and r.metric == "speed"}
-    ratios = [
-        replace(r, metric="ratio", y=r.y / torch_ms[label(r)])
-        for r in results
-        if r.provider != "torch" and r.metric == "speed" and label(r) in torch_ms
-    ]
     return [
         Table(f"{n} rows, {h} × {v}, {threads} threads", "", group, label, "dtype, rows", "`torch`")
         for (n, h, v, threads), group in _grouped(
-            [*results, *ratios], lambda r: tuple(r.config[name] for name in ("N", "H", "V", "threads"))
+            _with_ratios(results, "torch", label), lambda r: tuple(r.config[name] for name in ("N", "H", "V", "threads"))
         ).items()
     ]
+
+
+def _with_ratios(results: list[Result], base: str, label: Label) -> list[Result]:
+    """And every time over that of `base` in the same row."""
+    base_ms = {label(r): r.y for r in results if r.provider == base and r.metric == "speed"}
+    ratios = [
+        replace(r, metric="ratio", y=r.y / base_ms[label(r)])
+        for r in results
+        if r.provider != base and r.metric == "speed" and label(r) in base_ms
+    ]
+    return [*results, *ratios]
+
+
+def _training_tables(results: list[Result]) -> list[Table]:
+    """One per model; shares in order."""
+
+    def label(result: Result) -> str:
+        return f"{result.x:g} %"
+
+    return [
+        Table(
+            f"{model}, {TRAINED[trained]}, {sequences} × {length} tokens, {MODES['full']}",
+            "",
+            _with_ratios(sorted(group, key=lambda r: -r.x), "transformers", label),
+            label,
+            "labelled",
+            "`transformers`",
+            "peak MiB, weights and gradients included",
+        )
+        for (model, trained, sequences, length), group in _grouped(
+            results, lambda r: tuple(r.config[name] for name in ("model", "trained", "sequences", "length"))
+        ).items()
+    ]
+
+
+TRAINED = {"all": "all weights trained", "lora": "LoRA of rank 16 on every linear layer but the head"}
 
 
 def _plain_tables(results: list[Result]) -> list[Table]:
@@ -315,6 +349,8 @@ PROVIDERS = {
     "liger_triton_small": "this package, `chunk_size=512, accum_dtype=torch.bfloat16`",
     "liger_torch": "this package's PyTorch backend",
     "liger": "this package",
+    "liger_all_rows": "this package, told not to skip rows",
+    "transformers": "the model's own loss",
     "torch": "`F.cross_entropy`",
     "torch_compile": "the same, compiled by `torch.compile`",
     "torch_chunked": "`F.linear_cross_entropy`",
@@ -326,9 +362,11 @@ PROVIDERS = {
     "quack_in_place": "which leaves the gradient in the logits",
 }
 TITLES = {"cross_entropy": "Cross entropy", "fused_linear_cross_entropy": "Fused linear cross entropy"}
+TITLES["training_step"] = "Training steps"
 COMMANDS = {
     "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
     "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
+    "training_step": "python -m benchmark.benchmark_training_step",
 }
 
 
@@ -459,21 +497,77 @@ def flce_summary() -> str:
     return "\n".join(_summary(run, *which) for run in found for which in tables) or NOTHING
 
 
+def step_summary() -> str:
+    """Training steps: ours beside the others, and what skipping is worth."""
+    return "\n".join(_step_summary(run) for run in runs("training_step")) or NOTHING
+
+
+def _step_summary(run: Run) -> str:
+    lines = []
+    for (model, share), group in _grouped(run.results, lambda r: (r.config["model"], r.x)).items():
+        times = {r.provider: r.y for r in group if r.metric == "speed"}
+        memory = {r.provider: r.y for r in group if r.metric == "memory"}
+        losses = [r.y for r in group if r.metric == "loss"]
+        trained = {r.config["trained"] for r in group}.pop()
+        if "liger" in times:
+            name = f"{model}{', LoRA' if trained == 'lora' else ''}"
+            apart = _apart(losses)
+            cells = (*(ms(times.get(other)) for other in STEP_LOSSES), *(_over(times, other) for other in STEP_LOSSES[:-1]))
+            peaks = (f"{memory[other] / 1024:.1f}" if other in memory else "" for other in ("transformers", "liger"))
+            lines.append(((model, -share), (name, f"{share:g}", *cells, *peaks, apart)))
+    models = [case.name for case in CASES]
+    lines.sort(key=lambda line: (models.index(line[0][0]), line[0][1]))
+    head = (
+        *("model", "labelled, %"),
+        *(f"{STEP_NAMES[name]}, ms" for name in STEP_LOSSES),
+        *(f"liger / {STEP_NAMES[name]}" for name in STEP_LOSSES[:-1]),
+        *("peak GiB, its own loss", "peak GiB, liger", "losses apart"),
+    )
+    return f"*{run.made_on}.*\n\n" + table(head, (cells for _, cells in lines))
+
+
+DIGITS = 6
+"""To which the benchmarks write a value."""
+
+
+def _apart(losses: Sequence[float]) -> str:
+    """How far the values of one loss differ, relative to them."""
+    apart = (max(losses) - min(losses)) / min(losses)
+    return f"{apart:.0e}" if apart else f"< {10.0 ** (1 - DIGITS):.0e}"
+
+
+STEP_NAMES = {"transformers": "its own loss", "liger_kernel": "liger-kernel", "liger_all_rows": "all rows", "liger": "liger"}
+STEP_LOSSES = tuple(STEP_NAMES)
+
+
+def _over(times: dict[str, float], other: str) -> str:
+    return f"{times['liger'] / times[other]:.3f}" if other in times else ""
+
+
 def faster_peers() -> str:
     """Every timed step that another package, or torch, does faster than this package's default."""
-    ours, lines = "liger_triton", []
+    lines = []
     for run in runs(on_cpu=False):
         for found in run.tables():
             if not found.title.endswith(tuple(MODES.values())):
                 continue  # a forward that makes the gradient as well is not comparable with one that does not
             for row, cells in found.cells.items():
                 times = {name: m["speed"] for name, m in cells.items() if "speed" in m and name not in FLOORS}
+                ours = next((name for name in DEFAULTS if name in times), None)
                 for name, time in times.items():
-                    if ours in times and not name.startswith("liger_triton") and time < times[ours]:
+                    if ours is not None and not _is_ours(name) and time < times[ours]:
                         lines.append(
                             (found.title, row, f"`{name}`", ms(time), ms(times[ours]), f"{times[ours] / time:.2f}×")
                         )
-    return table(("what", "case", "faster", "ms", "`liger_triton`, ms", "ours over it"), lines) if lines else "None.\n"
+    return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
+
+
+DEFAULTS = ("liger_triton", "liger")
+"""This package as it comes, where it is measured under either name."""
+
+
+def _is_ours(provider: str) -> bool:
+    return PROVIDERS.get(provider, "").startswith("this package") or provider.startswith("liger_triton_chunk")
 
 
 def copy_rate() -> str:
