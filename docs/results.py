@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from liger.backends import linear
-from liger.testing import CASES
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS.parent / "benchmark" / "data"
@@ -506,26 +505,27 @@ def _step_summary(run: Run) -> str:
     lines = []
     for (model, share), group in _grouped(run.results, lambda r: (r.config["model"], r.x)).items():
         times = {r.provider: r.y for r in group if r.metric == "speed"}
-        memory = {r.provider: r.y for r in group if r.metric == "memory"}
+        peaks = {r.provider: r.y for r in group if r.metric == "memory"}
         losses = [r.y for r in group if r.metric == "loss"]
-        trained = {r.config["trained"] for r in group}.pop()
+        config = group[0].config
+        lora = config["trained"] == "lora"
         if "liger" in times:
-            name = f"{model}{', LoRA' if trained == 'lora' else ''}"
-            apart = _apart(losses)
-            cells = (*(ms(times.get(other)) for other in STEP_LOSSES), *(_over(times, other) for other in STEP_LOSSES[:-1]))
-            peaks = (f"{memory[other] / 1024:.1f}" if other in memory else "" for other in ("transformers", "liger"))
-            lines.append(((model, -share), (name, f"{share:g}", *cells, *peaks, apart)))
-    models = [case.name for case in CASES]
-    lines.sort(key=lambda line: (models.index(line[0][0]), line[0][1]))
+            ratios = {name: times["liger"] / time for name, time in times.items()}
+            others = (f"{ms(times[name])} ({ratios[name]:.2f}×)" if name in times else "" for name in OTHERS)
+            memory = (f"{peaks[name] / 1024:.1f}" if name in peaks else "" for name in ("liger", "transformers", "liger_kernel"))
+            name = f"{model}{', LoRA' if lora else ''}"
+            cells = (name, f"{share:g}", ms(times["liger"]), *others, *memory, _apart(losses))
+            lines.append(((lora, config["H"], config["V"], -share), cells))
     head = (
-        *("model", "labelled, %"),
-        *(f"{STEP_NAMES[name]}, ms" for name in STEP_LOSSES),
-        *(f"liger / {STEP_NAMES[name]}" for name in STEP_LOSSES[:-1]),
-        *("peak GiB, its own loss", "peak GiB, liger", "losses apart"),
+        *("model", "labelled, %", "liger, ms"),
+        *(f"{name}, ms (liger / it)" for name in OTHERS.values()),
+        *("peak GiB, liger", "its own loss", "liger-kernel", "losses apart"),
     )
-    return f"*{run.made_on}.*\n\n" + table(head, (cells for _, cells in lines))
+    unbroken = ((cells[0].replace("-", "\N{NON-BREAKING HYPHEN}"), *cells[1:]) for _, cells in sorted(lines))
+    return f"*{run.made_on}.*\n\n" + table(head, unbroken)
 
 
+OTHERS = {"transformers": "its own loss", "liger_kernel": "liger-kernel", "liger_all_rows": "all rows"}
 DIGITS = 6
 """To which the benchmarks write a value."""
 
@@ -534,14 +534,6 @@ def _apart(losses: Sequence[float]) -> str:
     """How far the values of one loss differ, relative to them."""
     apart = (max(losses) - min(losses)) / min(losses)
     return f"{apart:.0e}" if apart else f"< {10.0 ** (1 - DIGITS):.0e}"
-
-
-STEP_NAMES = {"transformers": "its own loss", "liger_kernel": "liger-kernel", "liger_all_rows": "all rows", "liger": "liger"}
-STEP_LOSSES = tuple(STEP_NAMES)
-
-
-def _over(times: dict[str, float], other: str) -> str:
-    return f"{times['liger'] / times[other]:.3f}" if other in times else ""
 
 
 def faster_peers() -> str:

@@ -155,7 +155,9 @@ def messages() -> set[str]:
 def test_quoted_messages_are_in_the_code():
     quoted = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
     assert len(quoted) > 20
-    assert set(quoted) <= messages(), set(quoted) - messages()
+    known = messages()
+    for beginning in quoted:
+        assert any(message.startswith(beginning) for message in known), beginning
 
 
 def test_no_result_is_left_out(monkeypatch):
