@@ -311,7 +311,7 @@ def _training_tables(results: list[Result]) -> list[Table]:
 
     return [
         Table(
-            f"{model}, {TRAINED[trained]}, {sequences} × {length} tokens, {MODES['full']}",
+            f"{model}{', layers compiled' * compiled}, {TRAINED[trained]}, {sequences} × {length} tokens, {MODES['full']}",
             "",
             _with_ratios(sorted(group, key=lambda r: -r.x), "transformers", label),
             label,
@@ -319,8 +319,8 @@ def _training_tables(results: list[Result]) -> list[Table]:
             "`transformers`",
             "peak MiB, weights and gradients included",
         )
-        for (model, trained, sequences, length), group in _grouped(
-            results, lambda r: tuple(r.config[name] for name in ("model", "trained", "sequences", "length"))
+        for (model, compiled, trained, sequences, length), group in _grouped(
+            results, lambda r: tuple(r.config[name] for name in ("model", "compiled", "trained", "sequences", "length"))
         ).items()
     ]
 
@@ -503,21 +503,24 @@ def step_summary() -> str:
 
 def _step_summary(run: Run) -> str:
     lines = []
-    for (model, share), group in _grouped(run.results, lambda r: (r.config["model"], r.x)).items():
+    groups = _grouped(run.results, lambda r: (r.config["model"], r.config["compiled"], r.x))
+    for (model, compiled, share), group in groups.items():
         times = {r.provider: r.y for r in group if r.metric == "speed"}
         peaks = {r.provider: r.y for r in group if r.metric == "memory"}
+        launched = next((ms(r.y) for r in group if r.metric == "host" and r.provider == "liger"), "")
         losses = [r.y for r in group if r.metric == "loss"]
         config = group[0].config
         lora = config["trained"] == "lora"
         if "liger" in times:
             ratios = {name: times["liger"] / time for name, time in times.items()}
             others = (f"{ms(times[name])} ({ratios[name]:.2f}×)" if name in times else "" for name in OTHERS)
-            memory = (f"{peaks[name] / 1024:.1f}" if name in peaks else "" for name in ("liger", "transformers", "liger_kernel"))
-            name = f"{model}{', LoRA' if lora else ''}"
-            cells = (name, f"{share:g}", ms(times["liger"]), *others, *memory, _apart(losses))
-            lines.append(((lora, config["H"], config["V"], -share), cells))
+            shown = (peaks.get(name) for name in ("liger", "transformers", "liger_kernel"))
+            memory = ("" if peak is None else f"{peak / 1024:.1f}" for peak in shown)
+            name = f"{model}{', LoRA' * lora}{', compiled' * compiled}"
+            cells = (name, f"{share:g}", ms(times["liger"]), launched, *others, *memory, _apart(losses))
+            lines.append(((lora, config["H"], config["V"], compiled, -share), cells))
     head = (
-        *("model", "labelled, %", "liger, ms"),
+        *("model", "labelled, %", "liger, ms", "launched after, ms"),
         *(f"{name}, ms (liger / it)" for name in OTHERS.values()),
         *("peak GiB, liger", "its own loss", "liger-kernel", "losses apart"),
     )

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import liger
 
@@ -193,6 +194,8 @@ def test_links_resolve(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)], ids=lambda page: page.name)
 def test_examples_run(page, tmp_path, monkeypatch):
     """A page's Python blocks, in order, in one namespace; a block with a title is a file that they may import."""
+    # Loads Triton's kernels, which read the environment only when they are defined, for the tests after these.
+    liger.explain("cross_entropy", device=liger.DeviceInfo("cuda", (9, 0)), dtype=torch.float32, shape=(8, 16))
     for variable in ("LIGER_BACKEND", "TRITON_INTERPRET"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
