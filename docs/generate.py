@@ -13,8 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import plots
 import results
 import torch
 from results import table as _table
@@ -79,6 +81,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,
     "step_summary": results.step_summary,
+    **{f"figures_{what}": partial(plots.shown, what) for what in ("vocabulary", "labelled", "pareto", "chunks")},
     "faster_peers": results.faster_peers,
     "copy_rate": results.copy_rate,
     "launches": results.launches,

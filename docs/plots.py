@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from results import Result, Run, runs
-
-matplotlib.use("svg")
-from matplotlib import pyplot
+from results import NOTHING, Result, Run, runs
 
 PLOTS = Path(__file__).resolve().parent / "plots"
 THEMES = {"light": "#3a3f45", "dark": "#c9ced6"}
@@ -202,6 +198,11 @@ OWN_STYLES = (("#2f81f7", "o", "-"), ("#79b8ff", "D", "-."), ("#9a6ee0", "P", ":
 
 def draw(figure: Figure, theme: str, path: Path) -> None:
     """One file."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
     ink = THEMES[theme]
     settings: dict[str, Any] = {
         "svg.hashsalt": figure.name,
@@ -262,7 +263,8 @@ def _draw_line(axes: Any, line: Line, joined: bool, own: Any) -> None:
 
 def _plain_ticks(axis: Any) -> None:
     """Numbers such as 20, 50, 100 instead of powers of ten."""
-    ticker = matplotlib.ticker
+    from matplotlib import ticker
+
     axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.0f}" if value >= 1 else f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
@@ -281,6 +283,11 @@ def markdown(figure: Figure) -> str:
     """Both files, of which a page shows the one for its colours: in the repository's viewer as on the site."""
     alt = f"{figure.title}; {figure.y_label} against {figure.x_label}"
     return "\n".join(f"![{alt}](plots/{path_of(figure, theme).name}#gh-{theme}-mode-only)" for theme in THEMES)
+
+
+def shown(what: str) -> str:
+    """The figures of one kind, for a page."""
+    return "".join(f"{markdown(figure)}\n" for figure in figures() if figure.name.endswith(f"_{what}")) or NOTHING
 
 
 def stale(drawn: Sequence[Figure]) -> list[Path]:
