@@ -195,8 +195,8 @@ class DeferredLogits:
     # What a fused loss can repeat.
 
     def _then(self, repeat: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
-        state: dict[str, Any] = {"hidden": self._hidden, "dtype": self._dtype, "scale": self._scale, "after": self._after} | changed
-        return DeferredLogits(self._head, parent=self, repeat=repeat, **state)
+        state: dict[str, Any] = {"hidden": self._hidden, "dtype": self._dtype, "scale": self._scale, "after": self._after}
+        return DeferredLogits(self._head, parent=self, repeat=repeat, **(state | changed))
 
     def _times(self, factor: Any, apply: Callable[[Any, Any], Any], inverse: bool) -> Any:
         number = _number(factor)
@@ -336,7 +336,7 @@ class DeferredLogits:
         known = all(SMALLEST_FACTOR <= value <= LARGEST for value in (scale, 1.0 if cap is None else cap))
         return (scale, cap) if known else None
 
-    def why_not(self, target: Tensor) -> str | None:
+    def why_not(self, target: Any) -> str | None:
         """Why these logits and these targets, one per row, cannot become one fused call; None: they can."""
         head = self._head
         if self._real is not None:

@@ -47,7 +47,7 @@ class Report:
     status: Literal["fused", "materialised", "refused"]
     """fused: losses are computed without logits; materialised: the model's own path; refused: there is no patch."""
     reason: str | None
-    """Why it is not fused."""
+    """Why no loss was fused, or none would be."""
     fused: int = 0
     """Losses computed without logits so far."""
     materialised: dict[str, int] = field(default_factory=dict)
@@ -65,6 +65,8 @@ class Handle:
     def __init__(self, model: nn.Module, head: nn.Module, backend: str | None, evaluate: bool) -> None:
         self.model, self.head, self.backend, self.evaluate = model, head, backend, evaluate
         self.tally = Tally()
+        self.head_forward: Any = None
+        """What stands for the head's forward; None where the head was no linear one."""
         self._undo: list[Callable[[], None]] = []
         self._active = False
 
@@ -112,7 +114,8 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
     _replace(handle, model, "forward", _model_forward(handle, model.forward))
     _replace(handle, model, "_loss_function", _Loss(handle, model.loss_function))  # type: ignore[arg-type]
     if _not_linear(handle.head) is None:
-        _replace(handle, handle.head, "forward", _head_forward(handle, handle.head.forward))
+        handle.head_forward = _head_forward(handle, handle.head.forward)
+        _replace(handle, handle.head, "forward", handle.head_forward)
     handle._active = True
     return handle
 
@@ -129,9 +132,10 @@ def report(model: nn.Module) -> Report:
         reason = _refusal(model)
         return Report("refused", "the model is not patched" if reason is None else reason)
     tally = handle.tally
-    reason = _why_materialised(handle)
-    if reason is None and tally.materialised and not tally.fused:
-        reason = next(iter(tally.materialised))
+    if tally.fused:
+        reason = None
+    else:
+        reason = next(iter(tally.materialised), None) or _why_materialised(handle)
     return Report("fused" if reason is None else "materialised", reason, tally.fused, dict(tally.materialised))
 
 
@@ -206,10 +210,11 @@ def _why_materialised(handle: Handle) -> str | None:
         return f"the head is sharded on its own, so its weight is gone when the loss needs it: {SHARD_FIX}"
     if now is not head:
         return f"the head is wrapped in a {_name(type(now))}"
-    if head.__dict__.get("forward") is None or not isinstance(_innermost(head), types.MethodType):
-        return _not_linear(head) or "the head's forward was replaced"
     if type(head).forward is not nn.Linear.forward:
         return f"the head is a {_name(type(head))}"
+    own = (head.__dict__.get("forward"), getattr(head, "_old_forward", None))  # the latter inside accelerate's
+    if handle.head_forward is None or handle.head_forward not in own:
+        return "the head's forward was replaced"
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(head, name) for name in hooks):
         return "the head has hooks"
@@ -259,7 +264,16 @@ def _bound(handle: Handle, module: nn.Module, before: Callable[..., Any], instea
             return function(self, *args, **kwargs) if function else type(self).forward(self, *args, **kwargs)
         return instead(*args, **kwargs) if handle._active else before(*args, **kwargs)
 
+    if function is not None:
+        method.__wrapped__ = function  # as a method has it: trainers read the signature, and drop the first argument
+    else:
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = _with_first(inspect.signature(before), own)  # type: ignore[attr-defined]
     return types.MethodType(method, module)
+
+
+def _with_first(signature: inspect.Signature, parameter: inspect.Parameter) -> inspect.Signature:
+    return signature.replace(parameters=[parameter, *signature.parameters.values()])
 
 
 def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
@@ -305,12 +319,6 @@ def _head_forward(handle: Handle, before: Callable[..., Any]) -> Any:
 
 def _is_rows(hidden: Any) -> bool:
     return type(hidden) in (Tensor, nn.Parameter) and hidden.ndim >= 2
-
-
-def _innermost(head: nn.Module) -> Any:
-    """The head's own forward inside what accelerate put around it since."""
-    forward = head.__dict__.get("forward")
-    return getattr(head, "_old_forward", forward) if not isinstance(forward, types.MethodType) else forward
 
 
 class _Loss:
