@@ -167,7 +167,7 @@ def divisors(
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
     """Statistics of each row. `logits` (n, V)."""
-    s = _capped(logits, inputs.options)
+    s = scores(logits, inputs.options)
     index, in_range = _safe_index(inputs.target, s.shape[1])
     if inputs.options.wants_prediction:
         argmax = s.argmax(-1)
@@ -216,7 +216,7 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     """
     options, vocab = inputs.options, logits.shape[1]
     e, k = options.label_smoothing, options.lse_square_scale
-    s = _capped(logits, options)
+    s = scores(logits, options)
     index, in_range = _safe_index(inputs.target, vocab)
     valid = inputs.target != options.ignore_index
     inverse = _inverse_divisors(inputs.divisors)
@@ -263,7 +263,8 @@ def reduce(
     )
 
 
-def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+def scores(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """s, in the compute dtype: logits after scale and soft cap."""
     x = logits.to(compute_dtype(logits.dtype))
     if options.logit_scale != 1:
         x = x * options.logit_scale

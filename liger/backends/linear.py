@@ -149,13 +149,13 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
     results = RowResults.empty(n, slab_like, call.options, keep_lse=call.recipe.gradient_in_backward)
-    gradients = _Gradients(call, plan, index) if call.recipe.gradient_in_forward else None
+    gradients = GradientSums(call, plan, index) if call.recipe.gradient_in_forward else None
 
     def rows(logits: Tensor, span: slice) -> None:
         grad = None if gradients is None else logits
         kernels.rows(logits, inputs.select(span), results.narrow(span), grad)
 
-    _project(call, plan, index, rows, gradients)
+    project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
     return results, None if gradients is None else gradients.finish()
@@ -168,21 +168,21 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) ->
     index = _labelled_rows(call, plan)
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
-    gradients = _Gradients(call, plan, index)
+    gradients = GradientSums(call, plan, index)
 
     def rows(logits: Tensor, span: slice) -> None:
         kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
 
-    _project(call, plan, index, rows, gradients)
+    project(call, plan, index, rows, gradients)
     return gradients.finish()
 
 
-def _project(
+def project(
     call: Call,
     plan: Plan,
     index: Tensor | None,
     rows: Callable[[Tensor, slice], None],
-    gradients: _Gradients | None,
+    gradients: GradientSums | None,
 ) -> None:
     """Run `rows` on the logits of each chunk in turn and, with `gradients`, add what it turned them into."""
     x, weight = call.input.detach(), _present(call.weight).detach().to(plan.gemm_dtype)
@@ -209,7 +209,7 @@ def _project(
             gradients.add(logits, chunk, weight, span)
 
 
-class _Gradients:
+class GradientSums:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
