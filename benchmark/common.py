@@ -5,9 +5,13 @@ The columns of a CSV file are those of Liger-Kernel's benchmark data, then what 
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
+import importlib.util
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +43,10 @@ COLUMNS = (
     "torch",
     "triton",
     "driver",
+    "cutlass",
 )
+PACKAGES = {"torch": "torch", "triton": "triton", "driver": "driver", "cutlass": "nvidia-cutlass-dsl"}
+"""Column to what `liger.__main__.versions` calls it."""
 
 
 class Quantiles(NamedTuple):
@@ -83,26 +90,28 @@ def interleaved_ms(
     rounds: int,
     *,
     synchronize: Callable[[], None] = lambda: None,
+    warm_up: int = 1,
 ) -> dict[str, Quantiles]:
     """Time steps in turn, round after round, so that whatever else the machine does falls on all alike.
 
     Args:
         steps: name to a function that prepares a step, untimed, and returns it.
-        rounds: timed rounds; one before them warms up.
+        rounds: timed rounds.
         synchronize: waits for a device that works in the background.
+        warm_up: rounds before them.
 
     Returns:
         Quantiles over the rounds, in ms.
     """
     times_ms: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(rounds + 1):
+    for round_ in range(warm_up + rounds):
         for name, prepare in steps.items():
             step = prepare()
             synchronize()
             start = time.perf_counter()
             step()
             synchronize()
-            if round_:
+            if round_ >= warm_up:
                 times_ms[name].append((time.perf_counter() - start) * 1e3)
             del step
     return {name: Quantiles.of(times) for name, times in times_ms.items()}
@@ -171,7 +180,7 @@ class SustainedLoad:
     look faster than the same step in a training loop: on one H200 bare products by up to 15 %.
     """
 
-    SIZE, REPEATS = 8192, 24  # about 35 ms on an H200
+    SIZE, REPEATS = 8192, 100  # about 150 ms on an H200
 
     def __init__(self, device: torch.device) -> None:
         self.matrix = None
@@ -250,26 +259,79 @@ def peak_extra_mib(prepare: Callable[[], Callable[[], Any]], device: torch.devic
 
 
 class Report:
-    """What a run has found so far: kept on disk as it grows, since a device may be taken away at any time."""
+    """What a run has found so far: kept on disk as it grows, since a device may be taken away at any time.
 
-    def __init__(self, path: Path, device: torch.device, budget_s: float) -> None:
+    A run consists of units, each asked for by `due`. A unit is written when it is complete; with `resume`, those that the
+    file already holds are not due.
+    """
+
+    def __init__(self, path: Path, device: torch.device, budget_s: float, *, resume: bool = False) -> None:
         self.path, self.device, self.budget_s = path, device, budget_s
         self.measurements: list[Measurement] = []
         self.failures: dict[tuple[str, str], list[str]] = {}
         """(provider, reason) -> where"""
         self.began = time.monotonic()
+        self.kept = _kept(path, device) if resume else []
+        self.units, self.of_units, self.found_there = 0, 0, 0
+        self.bar = contextlib.ExitStack()
+        self.advance: Callable[[int], None] = lambda units: None
 
-    def say(self, line: str) -> None:
-        """A line of progress, with the seconds since the start."""
-        print(f"[{time.monotonic() - self.began:6.1f} s] {line}", flush=True)
+    def expect(self, title: str, units: int) -> None:
+        """How many units there will be: a bar shows them on a terminal, if `rich` is installed."""
+        self.of_units = units
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            progress = importlib.import_module("rich.progress")
+            columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
+            shown = self.bar.enter_context(progress.Progress(*columns))
+            task = shown.add_task(title, total=units)
+            self.advance = lambda done: shown.update(task, completed=done)
 
-    def out_of_time(self, where: str) -> bool:
-        """Whether the run's time is up; what is then left out is said."""
+    def due(self, where: str, **facts: Any) -> bool:
+        """Whether a unit has to be measured: the resumed file has no row with these facts, and there is time left.
+
+        Args:
+            where: the unit's name.
+            facts: columns of its rows, or entries of their config.
+        """
+        self._complete()
+        self.units += 1
+        if self._has(facts):
+            self.found_there += 1
+            return False
         late = time.monotonic() - self.began > self.budget_s
         if late:
             self.say(f"{where}: left out, the {self.budget_s:.0f} s of --budget-s are over")
             self.failures.setdefault(("everything", "out of time"), []).append(where)
-        return late
+        return not late
+
+    def _has(self, facts: Mapping[str, Any]) -> bool:
+        wanted = {name: str(value) for name, value in facts.items()}
+        return any(
+            all(str(found.get(name)) == value for name, value in wanted.items()) for found in map(_facts, self.kept)
+        )
+
+    def _complete(self) -> None:
+        """The unit before is over."""
+        self.advance(self.units)
+        if self.measurements:
+            write_csv(self.path, self.measurements, self.device, self.kept)
+
+    def say(self, line: str) -> None:
+        """A line of progress, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s, {self.units}/{self.of_units}] {line}", flush=True)
+
+    def finish(self) -> None:
+        """All units are over: the file is complete as far as time allowed."""
+        self._complete()
+        write_csv(self.path, self.measurements, self.device, self.kept)
+
+    def end(self) -> None:
+        """Say what is missing from the tables, and why. An unfinished unit is lost."""
+        self.bar.close()
+        print()
+        if self.found_there:
+            print(f"{self.found_there} of {self.of_units} parts were in {self.path} already; --fresh measures them again")
+        self.print_failures()
 
     def failed(self, provider: str, where: str, error: Exception) -> None:
         """Note why a provider has no result; raises if the device itself is lost."""
@@ -281,10 +343,6 @@ class Report:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def save(self) -> None:
-        """Write the CSV file as far as it goes."""
-        write_csv(self.path, self.measurements, self.device)
-
     def print_failures(self) -> None:
         """What is missing from the tables, and why."""
         for (provider, reason), places in self.failures.items():
@@ -293,14 +351,41 @@ class Report:
             print(f"not measured: {provider} ({first}{more}): {reason}")
 
 
-def write_csv(path: Path, measurements: Iterable[Measurement], device: torch.device) -> None:
-    """Write the measurements of one run, and what they were made on."""
+def write_csv(
+    path: Path, measurements: Iterable[Measurement], device: torch.device, kept: Iterable[Mapping[str, str]] = ()
+) -> None:
+    """Write the measurements of one run, and what they were made on, after rows `kept` from an earlier one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     on = _made_on(device)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    unfinished = path.with_suffix(".part")
+    with unfinished.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
+        writer.writerows(kept)
         writer.writerows(_row(measurement) | on for measurement in measurements)
+    unfinished.replace(path)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """A CSV file's rows."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _kept(path: Path, device: torch.device) -> list[dict[str, str]]:
+    """The rows of a file to add to: none if there is none; another machine's or another version's are not added to."""
+    rows = read_csv(path) if path.is_file() else []
+    here = _made_on(device)
+    for row in rows:
+        other = [name for name in here if name != "timestamp" and row.get(name, "") != here[name]]
+        if other:
+            told = ", ".join(f"{name} {row.get(name, '')} (here {here[name]})" for name in other)
+            sys.exit(f"{path} was measured with {told}: give another --out, or replace it with --fresh")
+    return rows
+
+
+def _facts(row: Mapping[str, str]) -> dict[str, Any]:
+    return {**row, **json.loads(row["extra_benchmark_config_str"])}
 
 
 def _row(measurement: Measurement) -> dict[str, Any]:
@@ -316,14 +401,14 @@ def _made_on(device: torch.device) -> dict[str, Any]:
         "timestamp": time.strftime("%Y-%m-%d %H:%M:%S"),
         "liger_version": installed["liger"],
         "device": device.type,
-        **{name: installed[name] or "" for name in ("torch", "triton", "driver")},
+        **{column: installed[name] or "" for column, name in PACKAGES.items()},
     }
 
 
 def describe(device: torch.device) -> str:
     """One line: the device, the versions and the date."""
     on = _made_on(device)
-    named = ", ".join(f"{name} {on[name]}" for name in ("torch", "triton", "driver") if on[name])
+    named = ", ".join(f"{name} {on[name]}" for name in PACKAGES if on[name])
     cores = f" ({os.cpu_count()} cores, {torch.get_num_threads()} threads)" if device.type == "cpu" else ""
     return f"{on['gpu_name']}{cores}, {named}, liger {on['liger_version']}, {on['timestamp'][:10]}"
 

@@ -13,6 +13,7 @@ from liger.autograd import LossFunction, losses
 from liger.call import Call, Needs, Recipe
 from liger.checks import check_tensors
 from liger.dispatch import resolve
+from liger.operators import loss
 from liger.options import CrossEntropyOptions
 
 
@@ -41,8 +42,10 @@ def parts(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Callable[[], 
     inputs = call.row_inputs()
     results = spec.RowResults.empty(call.rows, logits, options, keep_lse=False)
     grad = torch.empty_like(logits)
+    text, numbers = recipe.encode()
+    encoded = (text, *numbers)
     return {
-        "check": lambda: check_tensors(logits, target, options, None, None, None),
+        "check": lambda: check_tensors("cross_entropy", logits, target, options, None, None, None),
         "call + request": lambda: Call(logits, target, None, None, None, recipe).request(),
         "resolve": lambda: resolve(request, "triton"),
         "divisors": call.row_inputs,
@@ -53,6 +56,7 @@ def parts(logits: torch.Tensor, target: torch.Tensor) -> dict[str, Callable[[], 
         "losses": lambda: losses(call, kernels),
         "autograd": lambda: LossFunction.apply(logits, None, None, call, implementation),
         "one torch op": lambda: target != 0,
+        "losses through the opaque operator": lambda: loss(*call.tensors, *encoded),
     }
 
 

@@ -33,6 +33,7 @@ PEERS = {
     "liger_kernel": ("liger-kernel", "liger_kernel"),
     "cce": ("cut-cross-entropy", "cut_cross_entropy"),
     "quack": ("quack-kernels", "quack"),
+    "transformers": ("transformers", "transformers"),
 }
 """What a provider's name begins with, and the distribution and module behind it."""
 
@@ -113,13 +114,24 @@ def load_providers(
     return loaded
 
 
+def peers() -> dict[str, str | None]:
+    """The packages that ours is compared with, and their versions; None for one that is missing or does not import."""
+    found: dict[str, str | None] = {}
+    for distribution, module in PEERS.values():
+        try:
+            found[distribution] = installed_version(distribution) or importlib.import_module(module).__version__
+        except Exception:  # noqa: BLE001 - whatever it raised; a benchmark that needs it tells
+            found[distribution] = None
+    return found
+
+
 def provider_version(name: str) -> str:
     """The version of what a provider runs; a package that was not installed but put on the path tells it itself."""
     for prefix, (distribution, module) in PEERS.items():
         if name.startswith(prefix):
             version = installed_version(distribution) or getattr(sys.modules.get(module), "__version__", "unknown")
             return f"{distribution} {version}"
-    return f"liger {liger_version}" if name.startswith("liger_") else f"torch {torch.__version__}"
+    return f"liger {liger_version}" if name.startswith("liger") else f"torch {torch.__version__}"
 
 
 def _backends(op: Op) -> list[str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import spec
 from .backends import RowKernels, linear, logits
+from .backends.split import SplitVocabulary
 from .call import Call, Gradients
 from .context import without_autocast
 from .dispatch import Implementation
@@ -18,20 +19,34 @@ from .options import CrossEntropyOutput
 def losses(call: Call, kernels: RowKernels) -> tuple[CrossEntropyOutput, tuple[Tensor | None, ...]]:
     """What the call returns, per row or reduced, and what backward needs beside the call itself.
 
-    That is the gradients of (input, weight, bias) for an upstream gradient of 1, or the rows' lse, or nothing.
+    That is the gradients of (input, weight, bias) for an upstream gradient of 1; or the rows' lse and the index of the
+    rows that were projected (None for all); or nothing.
     """
-    forward = logits.forward if call.weight is None else linear.forward
-    results, gradients = forward(call, kernels)
+    index = None
+    if call.weight is None:
+        results, gradients = logits.forward(call, kernels)
+    else:
+        results, gradients, index = linear.forward(call, kernels)
     output = spec.reduce(results, call.target, call.options, call.recipe.loss_dtype)
     if gradients is not None:
         return output, gradients
-    return output, (results.lse,) if call.recipe.gradient_in_backward else ()
+    return output, (results.lse, index) if call.recipe.gradient_in_backward else ()
 
 
-def gradients_in_backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor) -> Gradients:
+def gradients_in_backward(
+    call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor
+) -> Gradients:
     """The gradients of (input, weight, bias) with the upstream gradient, () or (N,) of any stride, folded in."""
-    backward = logits.backward if call.weight is None else linear.backward
-    return backward(call, kernels, lse, grad_loss.reshape(-1).expand(call.rows))
+    grad_loss = grad_loss.reshape(-1).expand(call.rows)
+    if call.weight is None:
+        return logits.backward(call, kernels, lse, grad_loss)
+    return linear.backward(call, kernels, lse, grad_loss, index)
+
+
+def kernels_for(call: Call, implementation: Implementation) -> RowKernels:
+    """The kernels of an implementation, for as much of the vocabulary as the call's logits cover."""
+    kernels, split = implementation.kernels(), call.options.vocab_parallel
+    return kernels if split is None else SplitVocabulary(kernels, split)
 
 
 def refuse_second_derivative() -> None:
@@ -52,7 +67,7 @@ class LossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The call's outputs; gradients for an upstream gradient of 1 are made here unless the recipe says later."""
         with without_autocast(input):
-            output, saved = losses(call, implementation.kernels())
+            output, saved = losses(call, kernels_for(call, implementation))
         if call.recipe.gradient_in_backward:
             ctx.save_for_backward(*call.tensors, *saved)
         else:
@@ -77,9 +92,10 @@ class LossFunction(torch.autograd.Function):
             )
         with without_autocast(grad_loss):
             if ctx.recipe.gradient_in_backward:
-                input, target, weight, bias, class_weight, num_items, lse = ctx.saved_tensors
+                input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
                 call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
-                gradients = gradients_in_backward(call, ctx.implementation.kernels(), lse, grad_loss)
+                kernels = kernels_for(call, ctx.implementation)
+                gradients = gradients_in_backward(call, kernels, lse, index, grad_loss)
             else:
                 gradients = _saved_gradients(ctx, grad_loss)
         ctx.used = True

@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast, and graphs being captured or traced."""
+"""What surrounds a call: autocast, and whether the host may wait for the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,21 @@ AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia"
 """Asking about any other device type is an error in torch."""
 
 
-def recording(tensor: Tensor) -> bool:
-    """Whether a graph that cannot wait for the host is being made: traced, or captured on the tensor's device."""
-    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+SYNC_IS_AN_ERROR = 2
+"""What `torch.cuda.get_sync_debug_mode` says after `set_sync_debug_mode("error")`."""
+
+
+def may_wait(tensor: Tensor) -> bool:
+    """Whether the host may wait for the tensor's device.
+
+    It may not while a graph is being traced, or captured on that device, nor where `torch.cuda.set_sync_debug_mode("error")`
+    says that waiting is a mistake.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if not tensor.is_cuda:
+        return True
+    return torch.cuda.get_sync_debug_mode() != SYNC_IS_AN_ERROR and not torch.cuda.is_current_stream_capturing()
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import dispatch
 from .autograd import gradients_in_backward, losses
 from .backends import RowKernels
+from .backends.linear import labelled_rows
 from .call import NUMBERS, Call, Recipe
 from .checks import check_target_values
 from .context import without_autocast
@@ -66,6 +67,8 @@ def loss(
     call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers), num_items)
     with without_autocast(input):  # a backend that traces without AOTAutograd runs this under the caller's
         output, saved = losses(call, _kernels(call))
+    if call.recipe.gradient_in_backward:  # no graph can hold the index of rows: how many there are is not known before
+        saved = saved[:1]
     return [tensor for tensor in (*output, *saved) if tensor is not None]
 
 
@@ -119,8 +122,9 @@ def loss_gradients(
     numbers = (ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, chunk_size)
     call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers), num_items)
     kernels = dispatch.resolve(call.request(), call.recipe.backend).kernels()
+    index = None if weight is None else labelled_rows(call)
     with without_autocast(input):
-        return [made for made in gradients_in_backward(call, kernels, lse, grad_loss) if made is not None]
+        return [made for made in gradients_in_backward(call, kernels, lse, index, grad_loss) if made is not None]
 
 
 @loss_gradients.register_fake

@@ -1,8 +1,10 @@
 """The benchmarks run: on a CPU, with tiny shapes, with peers that are missing, broken or stood in for by torch."""
 
 import csv
+import dataclasses
 import importlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+
+from liger.backends.linear import GPU_CHUNK_ROWS
+from liger.testing import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmark/ is not installed
 
@@ -161,7 +166,7 @@ def test_chunk_sizes_errors_and_checks(tmp_path, capsys):
 def test_a_check_can_fail(monkeypatch):
     shape = linear.Shape("4x8", 4, 8, "")
     checks = linear.Checks(linear.Case(shape, 8, 0.0, torch.float32, torch.device("cpu")), "torch")
-    monkeypatch.setattr(linear.linear, "_labelled_rows", lambda call, plan: None)
+    monkeypatch.setattr(linear.linear, "labelled_rows", lambda call, plan: None)
     assert checks.all_ignored()[0] == checks.nan_in_ignored_rows()[0] == "FAILED"
 
 
@@ -173,7 +178,7 @@ def test_unknown_shape(text, capsys):
 
 
 def test_show_covers_the_published_shapes():
-    first, *_, sweep = linear.show_jobs("triton")
+    first, *_, few, many = linear.show_jobs("triton")
     assert [(shape.hidden, shape.vocab) for shape in first.shapes] == [
         (2048, 128256),
         (2048, 151936),
@@ -182,7 +187,8 @@ def test_show_covers_the_published_shapes():
         (4096, 128256),
     ]
     assert all(provider.default for provider in first.providers)
-    assert {provider.chunk_size for provider in sweep.providers} > {None, 1024}
+    assert (min(few.rows), max(many.rows)) == (512, 65536)
+    assert {provider.chunk_size for provider in many.providers} > {None, *GPU_CHUNK_ROWS[::2]}
 
 
 def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
@@ -201,7 +207,7 @@ def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
 def test_out_of_time_is_said(tmp_path, capsys):
     rows = run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--budget-s", "0")
     assert rows == []
-    assert "not measured: everything (BT=3 V=8 float32): out of time" in capsys.readouterr().out
+    assert "not measured: everything (BT=3 V=8 float32 none_mean and 4 more): out of time" in capsys.readouterr().out
 
 
 def test_a_step_that_fails_is_left_out():
@@ -291,8 +297,168 @@ def test_adapters(tmp_path, monkeypatch, capsys):
     rows = run(cross_entropy, tmp_path, *SMALL_CE, "--mode", "full", "--providers", *names)
     assert {row["kernel_provider"] for row in rows} == {*names, "copy"}
     names = ("liger_kernel", "liger_kernel_fp32", "cce", "cce_exact", "quack", "torch_chunked")
-    rows = run(linear, tmp_path, *SMALL_FLCE, "--providers", *names)
+    rows = run(linear, tmp_path, *SMALL_FLCE, "--fresh", "--providers", *names)
     missing = set() if hasattr(torch.nn, "LinearCrossEntropyOptions") else {"torch_chunked"}
     assert {row["kernel_provider"] for row in rows} == {*names, "gemms"} - missing
     assert "cut-cross-entropy 25.1.1" in {config(row)["version"] for row in rows}
     assert ("not measured" in capsys.readouterr().out) == bool(missing)
+
+
+@pytest.fixture
+def tiny_models(monkeypatch):
+    """The models of the training step with their kind of layers, but few and small."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    for name, setup in training_step.SETUPS.items():
+        head = dataclasses.replace(setup.head, hidden=16, vocab=97)
+        shared = {**setup.shared, "head_dim": 8, "num_key_value_heads": 1}
+        small = dataclasses.replace(setup, head=head, shared=shared, intermediate=24, layers=2, heads=2)
+        monkeypatch.setitem(training_step.SETUPS, name, small)
+    return training_step
+
+
+SMALL_STEP = ("--sequences", "2", "--length", "16", "--rounds", "1", "--device", "cpu")
+
+
+def test_training_step(tiny_models, tmp_path, capsys):
+    chosen = ("--models", "qwen3-0.6b", "llama-3.1-8b", "--shares", "100", "25")
+    rows = run(tiny_models, tmp_path, *SMALL_STEP, *chosen)
+    speed = {
+        (config(row)["model"], float(row["x_value"]), row["kernel_provider"])
+        for row in rows
+        if row["metric_name"] == "speed"
+    }
+    names = ("transformers", "liger", "liger_all_rows")
+    assert speed == {(model, share, name) for model in (chosen[1], chosen[2]) for share in (100, 25) for name in names}
+    for metric in ("loss", "gradient_norm"):
+        by_case = {}
+        for row in rows:
+            if row["metric_name"] == metric:
+                by_case.setdefault((config(row)["model"], row["x_value"]), []).append(float(row["y_value_50"]))
+        assert len(by_case) == 4
+        for values in by_case.values():
+            assert len(values) == len(names)
+            assert max(values) - min(values) <= 0.02 * max(values), (metric, values)
+    assert {(float(row["x_value"]), config(row)["labelled"]) for row in rows} == {(100, 30), (25, 8)}
+    assert "not measured: liger_kernel (qwen3-0.6b and 1 more): ModuleNotFoundError" in capsys.readouterr().out
+    again = run(tiny_models, tmp_path, *SMALL_STEP, *chosen[:2], "--shares", "50", "25")
+    assert len(again) == len(rows) * 5 // 4, "the share that was there is kept, the other one added"
+    assert "qwen3-0.6b 25 %" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "lora"), [("qwen3-1.7b", False), ("qwen3-8b", True)])
+def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch):
+    """Each layer runs twice; the head sees the labelled rows of the skipping loss, and all of the other's."""
+    model = tiny_models.SETUPS[name].build(torch.device("cpu"))
+    trained = [parameter for parameter, p in model.named_parameters() if p.requires_grad]
+    assert lora == all("lora_" in parameter for parameter in trained)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    causal = model.get_base_model() if lora else model
+    assert causal.config._attn_implementation == "sdpa"
+    runs, projected, project = [], [], linear.linear._project
+    causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
+
+    def watched(call, plan, index, *rest):
+        projected.append(call.rows if index is None else len(index))
+        project(call, plan, index, *rest)
+
+    monkeypatch.setattr(linear.linear, "_project", watched)
+    batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
+    for loss in ("liger", "liger_all_rows"):
+        tiny_models.prepare(model, batch, tiny_models.LOSSES[loss]())()
+    assert len(runs) == 4
+    assert projected == [8, 32]
+
+
+def test_a_training_loss_that_is_another_is_not_timed(tiny_models, tmp_path, capsys, monkeypatch):
+    own = tiny_models.LOSSES["transformers"]()
+    monkeypatch.setitem(tiny_models.LOSSES, "liger", lambda: lambda *step: own(*step) * 1.01)
+    chosen = ("--models", "qwen3-0.6b", "--shares", "50", "--losses", "transformers", "liger")
+    rows = run(tiny_models, tmp_path, *SMALL_STEP, *chosen)
+    assert {row["kernel_provider"] for row in rows} == {"transformers"}
+    assert "liger failed, ArithmeticError: the loss is" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    """What is in the file is kept as it is; what was interrupted is not in it."""
+    chosen = ("--providers", "torch", "--mode", "full", "--reduction")
+    first = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean")
+    measure = cross_entropy._measure_time
+
+    def interrupted(ready, case, usage, *rest):
+        measure(ready, case, usage, *rest)
+        if usage == "sum":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cross_entropy, "_measure_time", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "none_mean", "sum")
+    after = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "none_mean")
+    assert "2 of 2 parts were in" in capsys.readouterr().out
+    assert after[: len(first)] == first
+    assert [config(row)["usage"] for row in after[len(first) :]] == ["none_mean"] * len(first)
+    fresh = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "--fresh")
+    assert len(fresh) == len(first)
+
+
+def test_fused_units_are_recognised(tmp_path, capsys):
+    chosen = ("--providers", "liger_torch", "--ignore-fraction", "0", "0.5", "--frozen-head")
+    first = run(linear, tmp_path, *SMALL_FLCE, *chosen, "--reduction", "mean")
+    again = run(linear, tmp_path, *SMALL_FLCE, *chosen, "--reduction", "mean", "sum")
+    assert again[: len(first)] == first
+    assert len(again) == 2 * len(first)
+    assert "2 of 4 parts were in" in capsys.readouterr().out
+
+
+def test_another_machines_file_is_not_added_to(tmp_path):
+    path, device = tmp_path / "out.csv", torch.device("cpu")
+    row = common.Measurement("k", "p", "full", "speed", "ms", "x", "x", 1, common.Quantiles(1, 1, 1))
+    common.write_csv(path, [row], device)
+    report = common.Report(path, device, 1.0, resume=True)
+    assert not report.due("there", kernel_provider="p", x_value=1)
+    assert report.due("not there", kernel_provider="p", x_value=2)
+    path.write_text(path.read_text().replace(torch.__version__, "1.0"))
+    with pytest.raises(SystemExit, match=r"measured with torch 1\.0 \(here .*--fresh"):
+        common.Report(path, device, 1.0, resume=True)
+    assert common.Report(path, device, 1.0).kept == []
+
+
+def test_one_command(tmp_path, capsys, monkeypatch):
+    """Each suite gets arguments that it takes; the two losses run here, with less of everything."""
+    everything = importlib.import_module("benchmark.__main__")
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    for module in (cross_entropy, linear, training_step):
+        suite = everything.SUITES[module.__name__.removeprefix("benchmark.benchmark_")]
+        for arguments in (suite.on_gpu, suite.on_cpu):
+            module.parser().parse_args(arguments or ())
+    tiny = {"cross_entropy": SMALL_CE, "fused_linear_cross_entropy": SMALL_FLCE}
+    for name, arguments in tiny.items():
+        suite = dataclasses.replace(everything.SUITES[name], on_cpu=(*arguments, "--providers", "torch"))
+        monkeypatch.setitem(everything.SUITES, name, suite)
+    everything.main(["--device", "cpu", "--data", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for distribution in ("liger-kernel", "cut-cross-entropy", "quack-kernels"):
+        assert re.search(rf"^{distribution} +missing$", printed, re.MULTILINE)
+    assert "training step\n\nleft out: it needs a GPU" in printed
+    written = sorted(path.name for path in tmp_path.iterdir())
+    device = everything.slug(common.device_name(torch.device("cpu")))
+    assert written == [f"{name}_{device}.csv" for name in tiny]
+    everything.main(["--device", "cpu", "--data", str(tmp_path), "--suites", "cross_entropy"])
+    assert "5 of 5 parts were in" in capsys.readouterr().out
+
+
+def test_one_list_of_shapes():
+    """What is measured by default is in the list that the tests use."""
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    assert set(cross_entropy.VOCABS) <= {case.vocab for case in CASES}
+    assert set(linear.USUAL_SHAPES) <= {case.name for case in CASES}
+    assert {setup.head for setup in training_step.SETUPS.values()} <= set(CASES)
+
+
+def test_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--reduction", "mean", "--mode", "full")
+    assert "1/1" in capsys.readouterr().out

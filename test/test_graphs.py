@@ -1,5 +1,7 @@
 """Traced and captured graphs: torch.compile, torch.export, the opaque operators, CUDA graphs, no waiting for the device."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -172,6 +174,38 @@ def test_C5_cross_entropy_never_waits(reduction, options, sync_is_an_error):
     target = torch.arange(64, device="cuda")
     output = liger.liger_cross_entropy(logits, target, reduction=reduction, backend="triton", **options)
     (output if isinstance(output, torch.Tensor) else output.loss).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_C5_the_fused_loss_waits_only_where_it_may(backend, reduction):
+    """Where waiting is an error every row is projected; elsewhere one wait tells which rows are."""
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(1000, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.arange(64, device="cuda")
+    target[:48] = -100
+
+    def step():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = liger.liger_fused_linear_cross_entropy(x, weight, target, reduction=reduction, backend=backend)
+            gradients = torch.autograd.grad(loss.sum(), (x, weight))
+        waits = ["called a synchronizing" in str(warning.message) for warning in caught]
+        return (loss, *gradients), sum(waits)
+
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        without, waits = step()
+        assert waits == 0
+        torch.cuda.set_sync_debug_mode("warn")
+        waiting, waits = step()
+        assert waits == 1 or backend == "torch"  # which also looks at the targets
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for got, expected in zip(without, waiting, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2**-6, atol=2**-6 * expected.abs().max().item())
 
 
 @pytest.mark.gpu

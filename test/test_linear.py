@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from watch import Operators
 
 from liger import explain
@@ -55,8 +57,8 @@ def test_recomputation_leaves_out_the_same(flce, ignored, products):
     assert len(backward.input_products(V, H)) == len(backward.weight_products(V, H)) == products
 
 
-def test_time_follows_the_labelled_rows(flce):
-    """M9: with 90 % ignored the products see a tenth of the rows, in a tenth of the chunks."""
+def test_M9_products_follow_the_labelled_rows(flce):
+    """With 90 % ignored the products see a tenth of the rows, in a tenth of the chunks."""
     forward, _ = products_of(flce, with_ignored(flce, 50, 45), chunk_size=5)
     assert [product.rows for product in forward.logits_products(V, H)] == [5]
 
@@ -71,7 +73,7 @@ def test_where_skipping_does_not_pay_nothing_is_gathered(flce, monkeypatch, redu
     gathers = {"index_select", "index_copy_", "index_copy", "index"}
     assert not gathers & {*forward.names, *backward.names}
     got = flce.outcome(inputs, chunk_size=16, reduction=reduction)
-    monkeypatch.setattr(linear, "_labelled_rows", lambda call, plan: None)
+    monkeypatch.setattr(linear, "labelled_rows", lambda call, plan: None)
     plain = flce.outcome(inputs, chunk_size=16, reduction=reduction)
     for value, expected in zip(_values(got), _values(plain), strict=True):
         assert torch.equal(value, expected)
@@ -140,6 +142,32 @@ def test_M3_one_slab_of_logits_at_a_time(flce, reduction):
     assert max(shape[0] for shape in allocated) <= 16
 
 
+@pytest.mark.parametrize("reduction", FEW)
+def test_M1_the_heads_gradient_is_the_only_buffer_of_its_size(flce, reduction):
+    only_the_loop(flce)
+    leaves = with_ignored(flce, 40, 8).leaves()
+    with Operators() as seen:
+        flce(leaves, chunk_size=16, reduction=reduction).sum().backward()
+    assert seen.allocated.count((V, H)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", FEW)
+def test_products_that_share_the_gpu_change_no_bit(flce, monkeypatch, reduction):
+    """Chunks large enough for both products to be under way at once, several of them on one slab."""
+    if flce.device == "cpu":
+        pytest.skip("one stream")
+    rows, vocab, hidden = 1024, 8192, 1024
+    inputs = flce.inputs(rows, vocab, hidden, dtype=BF16, ignored=0.0)
+    outcomes = []
+    for least in (float("inf"), 0.0, 0.0, 0.0):
+        monkeypatch.setattr(linear, "OVERLAPPED_FLOP", least)
+        outcomes.append(flce.outcome(inputs, chunk_size=256, reduction=reduction))
+    alone, *others = map(_values, outcomes)
+    for values in others:
+        assert all(torch.equal(value, expected) for value, expected in zip(values, alone, strict=True))
+
+
 def test_ignored_rows_cost_an_index_and_one_chunk(flce):
     """The extra memory of skipping: the row index and one buffer of chunk x H."""
     only_the_loop(flce)
@@ -173,6 +201,36 @@ def test_spans_cover_every_row_once_in_few_chunks(rows, size):
     assert all(span.stop - span.start <= p.chunk_rows for span in spans)
 
 
+@given(st.integers(1, 5000), st.integers(1, 2000))
+def test_no_span_is_much_shorter_than_the_others(rows, size):
+    """The products' speed is that of their rows: the shortest of several has half a chunk, but for rounding to tiles."""
+    p = plan(shape=(rows, V, H), chunk_size=size)
+    lengths = [span.stop - span.start for span in p.spans(rows)]
+    assert len(lengths) == 1 or min(lengths) >= p.chunk_rows // 2 - linear.GEMM_ROW_TILE
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk_rows"),
+    [
+        ((8192, 128256, 2048), 4096),
+        ((8192, 262208, 2560), 4096),
+        ((8192, 128256, 4096), 3072),
+        ((65536, 128256, 4096), 4096),
+        ((1024, 128256, 4096), 1024),
+        ((8192, 1 << 20, 4096), 1280),
+    ],
+)
+def test_the_plan_on_a_gpu_keeps_its_share_of_memory(shape, chunk_rows):
+    from liger import DeviceInfo
+
+    def on_a_gpu(**options):
+        return plan(device=DeviceInfo("cuda", (9, 0)), dtype=BF16, shape=shape, backend=None, **options)
+
+    chosen, whole = on_a_gpu(accum_dtype=BF16), on_a_gpu(accum_dtype=BF16, chunk_size=shape[0])
+    assert chosen.chunk_rows == chunk_rows
+    assert chosen.chunk_rows <= min(linear.GPU_CHUNK_ROWS) or chosen.peak_bytes <= linear.PEAK_SHARE * whole.peak_bytes
+
+
 def test_the_plan_bounds_the_slab():
     for n in (1, 1000, 10**5, 10**7):
         p = plan(shape=(n, 128256, 4096))
@@ -191,8 +249,8 @@ def test_many_bf16_chunks_are_summed_in_fp32():
     assert plan(**gpu, chunk_size=4096, accum_dtype=F32).accum_dtype == F32
 
 
-def test_no_gradients_no_gradient_buffers(flce):
-    """M10: under no_grad nothing of the size of a gradient is allocated."""
+def test_M10_no_gradients_no_gradient_buffers(flce):
+    """Under no_grad nothing of the size of a gradient is allocated."""
     only_the_loop(flce)
     inputs = with_ignored(flce, 40, 0, bias=True)
     with Operators() as seen, torch.no_grad():

@@ -35,7 +35,16 @@ class RowKernels(Protocol):
 
 
 LOSS = frozenset(
-    {"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"}
+    {
+        "ignore_index",
+        "reduction",
+        "label_smoothing",
+        "lse_square_scale",
+        "softcap",
+        "logit_scale",
+        "num_items",
+        "vocab_parallel",
+    }
 )
 EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
