@@ -82,8 +82,9 @@ class ChunkedLogProb:
         }
         if set(outputs) <= {"log_probs", "is_top1"}:
             output = liger_fused_linear_cross_entropy(hidden, weight, targets, bias, **options)
-            loss, predicted = (output.loss, output.predicted_tokens) if isinstance(output, CrossEntropyOutput) else (output, None)
-            return -loss.float(), None, None, None, None if predicted is None else predicted == targets
+            if not isinstance(output, CrossEntropyOutput):
+                return -output.float(), None, None, None, None
+            return -output.loss.float(), None, None, None, output.predicted_tokens == targets  # type: ignore[return-value]
         call = _call(hidden, weight, bias, targets, CrossEntropyOptions(**options))
         found = _Statistics.apply(hidden, weight, bias, call, tuple(outputs))  # type: ignore[no-untyped-call]
         return found  # type: ignore[no-any-return]
@@ -236,7 +237,7 @@ def install() -> Callable[[], None]:
         raise ValueError("the functions of TRL must not be replaced already: call what install() returned first")
     missing = [name for name in REPLACED if not hasattr(utils, name)]
     if missing:
-        raise ValueError(f"trl must be 1.16, whose trainer.utils has {', '.join(REPLACED)}; this one lacks {', '.join(missing)}")
+        raise ValueError(f"trl must be one whose trainer.utils has {', '.join(REPLACED)}; this one lacks {', '.join(missing)}")
     _originals.update({name: getattr(utils, name) for name in REPLACED})
     _exchange(_originals, REPLACED)
 
