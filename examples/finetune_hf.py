@@ -33,7 +33,6 @@ try:
     import transformers
     from torch.utils.data import Dataset
 
-    import liger.backends  # fills the table
     from _lm.loss_cost import peak_extra_bytes
     from liger.dispatch import backends
     from liger.integrations.transformers import patch, report
