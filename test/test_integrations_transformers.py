@@ -239,7 +239,6 @@ def test_labels_by_position(llama):
 
 def test_a_loss_of_the_users_own(llama):
     """One that calls torch's cross entropy is fused too, any other gets logits."""
-    inputs = batch(llama)
 
     def entropy(logits, labels, vocab_size, **kwargs):
         shifted, target = logits[..., :-1, :].contiguous(), labels[..., 1:].reshape(-1)
