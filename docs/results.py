@@ -572,6 +572,37 @@ def accumulation() -> str:
     return NOTHING
 
 
+def causal_classes() -> str:
+    """What the patch makes of every causal class of transformers; classes with the same verdict in one line."""
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in read(NOTED / "transformers_classes.csv"):
+        verdicts.setdefault((row["status"], row["reason"]), []).append(row["class"])
+    order = ("fused", "materialised", "refused", "not built")
+    lines = [
+        (str(len(names)), status, reason, ", ".join(names))
+        for (status, reason), names in sorted(verdicts.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+    ]
+    return table(("classes", "what becomes of the logits", "why", "which"), lines)
+
+
+def hf_trainer() -> str:
+    """The Trainer of transformers with and without the patch."""
+    path = NOTED / "hf_trainer_h200.csv"
+    if not path.exists():
+        return NOTHING
+    rows = read(path)
+    found = {(row["kernel_provider"], row["metric_name"]): Result.of(row) for row in rows}
+    names = tuple(dict.fromkeys(provider for provider, _ in found))
+    shown = (("speed", "ms per optimizer step", "{:.0f}"), ("memory", "peak MiB", "{:.0f}"), ("loss", "last loss", "{:.5f}"))
+    lines = [(title, *(form.format(found[name, metric].y) for name in names)) for metric, title, form in shown]
+    config = found[names[0], "speed"].config
+    size = f"{config['sequences']} × {config['length']} tokens, {config['accumulate']} of them accumulated"
+    versions = f"transformers {config['transformers']}, accelerate {config['accelerate']}"
+    titles = {"transformers": "the model's own loss", "liger": "patched"}
+    caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {_made_on(rows[0])}.*\n\n"
+    return caption + table(("", *(titles[name] for name in names)), lines)
+
+
 def gemm_rates() -> str:
     """The products of a chunk by its rows, as noted before there was a package."""
     return _noted("gemm_rates_h200")
@@ -614,7 +645,7 @@ def host_time() -> str:
     """Host time per call, as noted, and what this package's own decisions add up to."""
     rows = read(NOTED / "host_time_h200.csv")
     decisions = sum(float(row["us"]) for row in rows if row["what"].endswith(DISPATCH))
-    return _noted("host_time_h200") + f"\nThe first three parts together: {decisions:.0f} us.\n"
+    return _noted("host_time_h200") + f"\nCheck, request and choice together: {decisions:.0f} us.\n"
 
 
 def _noted(name: str) -> str:

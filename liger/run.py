@@ -47,7 +47,7 @@ def run(
     tracing = torch.compiler.is_compiling()
     check_num_items(num_items, options)
     if split is not None and class_weight is not None:
-        class_weight = split.gather_classes(class_weight.detach())
+        class_weight = split.gather_classes(class_weight)
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     rows_of = target if target.ndim == 1 else target.reshape(-1)

@@ -176,10 +176,10 @@ class VocabParallel:
         return out.view(self.ranks, *tensor.shape)
 
     def gather_classes(self, values: Tensor) -> Tensor:
-        """(V,) from everyone's (width,)."""
+        """(V, ...) from everyone's (width, ...), such as class weights or a head's rows; not differentiable."""
         widest = max(stop - start for start, stop in self.bounds)
-        padded = values.new_zeros(widest)
-        padded[: self.width] = values
+        padded = values.new_zeros((widest, *values.shape[1:]))
+        padded[: self.width] = values.detach()
         everyones = self.gather(padded)
         order = sorted(range(self.ranks), key=lambda rank: self.bounds[rank])
         return torch.cat([everyones[rank, : _classes(*self.bounds[rank], self.vocab_size)] for rank in order])
