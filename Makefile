@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 extras-demo := demo
 extras-bench := bench,triton
 extras-docs := docs
-extras-test := demo,docs,test,dev,triton
+extras-test := demo,docs,test,dev,triton,transformers,trl
 
 .PHONY: help demo bench test lint format docs clean distclean
 

@@ -88,6 +88,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "launches": results.launches,
     "chunk_sizes": results.chunk_sizes,
     "accumulation": results.accumulation,
+    "causal_classes": results.causal_classes,
+    "hf_trainer": results.hf_trainer,
     "gemm_rates": results.gemm_rates,
     "clock": results.clock,
     "host_time": results.host_time,

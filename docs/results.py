@@ -676,6 +676,37 @@ def accumulation() -> str:
     return NOTHING
 
 
+def causal_classes() -> str:
+    """What the patch makes of every causal class of transformers; classes with the same verdict in one line."""
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in read(NOTED / "transformers_classes.csv"):
+        verdicts.setdefault((row["status"], row["reason"]), []).append(row["class"])
+    order = ("fused", "materialised", "refused", "not built")
+    lines = [
+        (str(len(names)), status, reason, ", ".join(names))
+        for (status, reason), names in sorted(verdicts.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+    ]
+    return table(("classes", "what becomes of the logits", "why", "which"), lines)
+
+
+def hf_trainer() -> str:
+    """The Trainer of transformers with and without the patch."""
+    path = NOTED / "hf_trainer_h200.csv"
+    if not path.exists():
+        return NOTHING
+    rows = read(path)
+    found = {(row["kernel_provider"], row["metric_name"]): Result.of(row) for row in rows}
+    names = tuple(dict.fromkeys(provider for provider, _ in found))
+    shown = (("speed", "ms per optimizer step", "{:.0f}"), ("memory", "peak MiB", "{:.0f}"), ("loss", "last loss", "{:.5f}"))
+    lines = [(title, *(form.format(found[name, metric].y) for name in names)) for metric, title, form in shown]
+    config = found[names[0], "speed"].config
+    size = f"{config['sequences']} × {config['length']} tokens, {config['accumulate']} of them accumulated"
+    versions = f"transformers {config['transformers']}, accelerate {config['accelerate']}"
+    titles = {"transformers": "the model's own loss", "liger": "patched"}
+    caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {_made_on(rows[0])}.*\n\n"
+    return caption + table(("", *(titles[name] for name in names)), lines)
+
+
 def gemm_rates() -> str:
     """The products of a chunk by its rows, as noted before there was a package."""
     return _noted("gemm_rates_h200")
