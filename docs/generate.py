@@ -13,8 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import plots
 import results
 import split
 import torch
@@ -79,11 +81,15 @@ PARTS: dict[str, Callable[[], str]] = {
     "measured": results.measured,
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,
+    "step_summary": results.step_summary,
+    **{f"figures_{what}": partial(plots.shown, what) for what in ("vocabulary", "labelled", "pareto", "chunks")},
     "faster_peers": results.faster_peers,
     "copy_rate": results.copy_rate,
     "launches": results.launches,
     "chunk_sizes": results.chunk_sizes,
     "accumulation": results.accumulation,
+    "causal_classes": results.causal_classes,
+    "hf_trainer": results.hf_trainer,
     "gemm_rates": results.gemm_rates,
     "clock": results.clock,
     "host_time": results.host_time,

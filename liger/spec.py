@@ -217,7 +217,7 @@ def target_weight(target: Tensor, class_weight: Tensor) -> Tensor:
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
     """Statistics of each row over the classes that `logits` (n, classes) cover."""
-    s = _capped(logits, inputs.options)
+    s = scores(logits, inputs.options)
     index, in_range = _safe_index(inputs.target, s.shape[1], inputs.start)
     if inputs.options.wants_prediction:
         argmax = s.argmax(-1)
@@ -271,7 +271,7 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     """
     options, vocab = inputs.options, inputs.vocab or logits.shape[1]
     e, k = options.label_smoothing, options.lse_square_scale
-    s = _capped(logits, options)
+    s = scores(logits, options)
     index, here = _safe_index(inputs.target, logits.shape[1], inputs.start)
     _, in_range = _safe_index(inputs.target, vocab)
     valid = inputs.target != options.ignore_index
@@ -318,7 +318,8 @@ def reduce(
     )
 
 
-def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+def scores(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """s, in the compute dtype: logits after scale and soft cap."""
     x = logits.to(compute_dtype(logits.dtype))
     if options.logit_scale != 1:
         x = x * options.logit_scale
