@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankError, Split, World
 
-from liger import DeviceInfo, VocabParallel, explain
+from liger import DeviceInfo, LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, VocabParallel, explain
 from liger.dispatch import Request
 from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, Outcome, assert_matches, make_inputs
@@ -288,6 +288,21 @@ def test_retained_graph(loss, world, reduction):
     ):
         assert torch.equal(first, second)
         assert first.any()
+
+
+def by_module(rank, inputs, split, backend):
+    """(loss by function, by module)"""
+    made = split.of(rank, "two", inputs.vocab)
+    own = ranks.own_part(inputs, made)
+    kind = LigerCrossEntropyLoss if own.weight is None else LigerFusedLinearCrossEntropyLoss
+    module = kind(own.class_weight, vocab_parallel=made, backend=backend)
+    tensors = (own.input, own.target) if own.weight is None else (own.weight, own.input, own.target, own.bias)
+    return ranks.loss_of(own, made, backend=backend), module(*tensors)
+
+
+def test_modules(loss, world):
+    for function, module in world.run("two", by_module, inputs_of(loss, 4), Split(BOUNDS["padded"]), loss.row.backend):
+        assert torch.equal(function, module)
 
 
 def test_default_group(loss, world):
