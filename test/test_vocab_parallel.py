@@ -364,6 +364,15 @@ def test_collectives(loss, world, reduction):
             assert both == ([[gathered, summed], []] if reduction == "mean" else [[gathered], [summed]])
 
 
+def test_collectives_of_split_tokens(flce, world):
+    """Half of a sum each way: tokens gathered before the statistics, their gradient scattered at the end."""
+    inputs = inputs_of(flce, 6, class_weight=False, ignored=0.0)
+    options, split = {"backend": flce.row.backend, "return_predicted_tokens": True}, {"sequence_parallel": True}
+    for forward, backward in world.run("two", communicated, inputs, Split(BOUNDS["two"], split), options):
+        assert forward == [("all_gather", 3 * 16 * 4), ("all_gather", 4 * 6 * 4), ("reduce_scatter", 6 * 16 * 4)]
+        assert not backward
+
+
 def in_place(rank, inputs, split):
     made = split.of(rank, "two", inputs.vocab)
     leaves = ranks.own_part(inputs, made).leaves()
