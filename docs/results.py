@@ -532,10 +532,11 @@ def _step_summary(run: Run) -> str:
             shown = (peaks.get(name) for name in ("liger", "transformers", "liger_kernel"))
             memory = ("" if peak is None else f"{peak / 1024:.1f}" for peak in shown)
             name = f"{model}{', LoRA' * lora}{', compiled' * compiled}"
-            cells = (name, f"{share:g}", ms(times["liger"]), launched, *others, *memory, _apart(losses))
+            through = next(r.config["through"] for r in group if r.provider == "liger")
+            cells = (name, f"{share:g}", through, ms(times["liger"]), launched, *others, *memory, _apart(losses))
             lines.append(((lora, config["H"], config["V"], compiled, -share), cells))
     head = (
-        *("model", "labelled, %", "liger, ms", "launched after, ms"),
+        *("model", "labelled, %", "through", "liger, ms", "launched after, ms"),
         *(f"{name}, ms (liger / it)" for name in OTHERS.values()),
         *("peak GiB, liger", "its own loss", "liger-kernel", "losses apart"),
     )
