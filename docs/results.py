@@ -713,6 +713,19 @@ def gemm_rates() -> str:
     return _noted("gemm_rates_h200")
 
 
+STREAMS = {"c4096": "one stream, ms", "c4096_dualdw": "two, ms", "c4096_lt": "one, cuBLASLt, ms"}
+"""Variants in the file, all in chunks of 4096 rows."""
+
+
+def chunk_streams() -> str:
+    """The products of a chunk's gradients one after the other and side by side, as noted."""
+    times: dict[str, dict[str, str]] = {}
+    for row in read(NOTED / "chunk_streams_h200.csv"):
+        times.setdefault(f"{row['hidden']} × {row['vocab']}, {row['rows']}", {})[row["variant"]] = row["ms"]
+    lines = ((shape, *(ms(float(found[variant])) for variant in STREAMS)) for shape, found in times.items())
+    return table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
+
+
 def clock() -> str:
     """The same bare products in one run without a load before each step, and in one with it."""
     before = [Result.of(row) for row in read(NOTED / "gemms_without_load_h200.csv")]
