@@ -435,6 +435,17 @@ def test_copies_and_pickles_are_not_patched(llama, tmp_path):
                 assert difference(plain, step(other, inputs)) <= CLOSE
 
 
+def test_replicas_of_data_parallel_are_not_patched(llama):
+    """Their methods would be bound to the original, on another device."""
+    before = llama.loss_function
+    with patch(llama):
+        replica, head = llama._replicate_for_data_parallel(), llama.lm_head._replicate_for_data_parallel()
+        assert replica.forward.__self__ is replica
+        assert head.forward.__self__ is head
+        assert replica.loss_function is before
+        assert "forward" in llama.__dict__
+
+
 def test_threads_do_not_see_each_other(llama):
     """One evaluates without labels while another is between its head and its loss."""
     inputs, seen = batch(llama), {}
@@ -561,6 +572,25 @@ for name in ("ddp", "root", "tied", "alone"):
     assert name != "alone" or "not on the head" in report(model).reason
 destroy_process_group()
 """
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_on_a_gpu_in_bfloat16(name, monkeypatch):
+    """As near to the model in float32 as its own loss in bfloat16 is, and without waiting for the number of items."""
+    monkeypatch.delenv("LIGER_BACKEND")
+    model = build(name).cuda()
+    inputs = {key: value.cuda() for key, value in batch(model).items()}
+    items = ITEMS.cuda()
+    truth = step(model, inputs, num_items_in_batch=items)
+    model.bfloat16()
+    plain = step(model, inputs, num_items_in_batch=items)
+    with patch(model, backend="triton"):
+        fused = step(model, inputs, num_items_in_batch=items)
+        assert report(model).status == "fused"
+    for found in (plain, fused):
+        found.gradients = {key: value.float() for key, value in found.gradients.items()}
+    assert 0 < difference(truth, fused) <= 2 * difference(truth, plain)
 
 
 # The trainer.

@@ -35,6 +35,7 @@ from .deferred import DeferredLogits, Tally, defer, replaced
 _active = threading.local()
 """`.handle`: whose model is running with labels in this thread."""
 
+_MISSING = object()
 SHARD_FIX = (
     "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
 )
@@ -67,6 +68,8 @@ class Handle:
         self.tally = Tally()
         self.head_forward: Any = None
         """What stands for the head's forward; None where the head was no linear one."""
+        self.before: dict[nn.Module, dict[str, Any]] = {}
+        """What stood in the place of each attribute that the patch set."""
         self._undo: list[Callable[[], None]] = []
         self._active = False
 
@@ -117,6 +120,9 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
         handle.head_forward = _head_forward(handle, handle.head.forward)
         _replace(handle, handle.head, "forward", handle.head_forward)
     handle._active = True
+    _replace(handle, model, "_replicate_for_data_parallel", _plain_replicas(model, handle))
+    if handle.head_forward is not None:
+        _replace(handle, handle.head, "_replicate_for_data_parallel", _plain_replicas(handle.head, handle))
     return handle
 
 
@@ -237,13 +243,13 @@ def _why_materialised(handle: Handle) -> str | None:
 
 def _replace(handle: Handle, module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of this module alone, and remember how to undo that if nobody has set another since."""
-    missing = object()
-    before = module.__dict__.get(name, missing)
+    before = module.__dict__.get(name, _MISSING)
+    handle.before.setdefault(module, {})[name] = before
     module.__dict__[name] = value
 
     def undo() -> None:
         if module.__dict__.get(name) is value:
-            if before is missing:
+            if before is _MISSING:
                 del module.__dict__[name]
             else:
                 module.__dict__[name] = before
@@ -274,6 +280,21 @@ def _bound(handle: Handle, module: nn.Module, before: Callable[..., Any], instea
 
 def _with_first(signature: inspect.Signature, parameter: inspect.Parameter) -> inspect.Signature:
     return signature.replace(parameters=[parameter, *signature.parameters.values()])
+
+
+def _plain_replicas(module: nn.Module, handle: Handle) -> Any:
+    """What DataParallel asks for a replica, whose methods would be bound to `module`; its replicas are not patched."""
+
+    def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+        replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
+        for name, before in handle.before[module].items() if self is module else ():
+            if before is _MISSING:
+                replica.__dict__.pop(name, None)
+            else:
+                replica.__dict__[name] = before
+        return replica
+
+    return types.MethodType(_replicate_for_data_parallel, module)
 
 
 def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
