@@ -91,7 +91,7 @@ def test_bad_arguments_end_with_one_line(arguments, message, capsys):
 def test_a_whole_run_with_the_users_data_and_model(tmp_path):
     """In a process of its own: equal losses, and less memory."""
     path = tmp_path / "data.jsonl"
-    path.write_text("\n".join([GOOD, '{"prompt": "Count", "response": "one two three"}'] * 8), "utf-8")
+    path.write_text("\n".join([GOOD, f'{{"prompt": "{"Count " * 15}", "response": "one two three"}}'] * 8), "utf-8")
     script = Path(finetune_hf.__file__)
     options = ["--data", str(path), "--steps", "3", "--batch", "4", "--vocab", "16384", "--device", "cpu", "--backend", "torch"]
     environment = os.environ | {"PYTHONPATH": str(script.resolve().parents[1])}

@@ -2,12 +2,14 @@
 
 import copy
 import csv
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -254,6 +256,18 @@ def test_a_loss_of_the_users_own(llama):
         assert llama.loss_function is function
 
 
+def test_a_loss_function_set_later_is_the_one_that_counts(llama):
+    inputs = batch(llama)
+    handle = patch(llama)
+    llama.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits * 0).sum() + 7
+    assert llama(**inputs).loss == 7
+    assert report(llama).materialised == {"a factor of 0": 1}
+    with pytest.raises(ValueError, match="must not be patched already"):
+        patch(llama)
+    handle.remove()
+    assert llama(**inputs).loss == 7
+
+
 def test_a_backend_by_name(llama):
     with patch(llama, backend="torch"):
         assert step(llama, batch(llama)).output.logits is None
@@ -374,6 +388,15 @@ def test_an_offloaded_head_gets_real_logits(llama):
     with patch(llama):
         assert torch.equal(llama(**inputs).loss, wanted)
         assert report(llama).status == "materialised"
+
+
+def test_a_patch_keeps_no_model_alive():
+    model = build("LlamaForCausalLM")
+    patch(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_models_that_cannot_be_patched(llama):

@@ -205,7 +205,7 @@ class DeferredLogits:
     def _times(self, factor: Any, apply: Callable[[Any, Any], Any], inverse: bool) -> Any:
         number = _number(factor)
         if number is None or number == 0:
-            return apply(self.made("a factor that is no number"), factor)
+            return apply(self.made("a factor of 0" if number == 0 else "a factor that is no number"), factor)
         before = self._scale if self._after is None else self._after
         value = before / number if inverse else before * number
         changed = {"scale": value} if self._after is None else {"after": value}

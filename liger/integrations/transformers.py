@@ -17,6 +17,7 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,6 +35,8 @@ from .deferred import DeferredLogits, Tally, defer, replaced
 
 _active = threading.local()
 """`.handle`: whose model is running with labels in this thread."""
+_handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+"""Of the models that are patched, whose methods keep their handles alive."""
 
 _MISSING = object()
 SHARD_FIX = (
@@ -76,6 +79,7 @@ class Handle:
     def remove(self) -> None:
         """Give the model its own methods back. What was wrapped around them since goes on working, without the patch."""
         self._active = False
+        _handles.pop(self.model, None)
         while self._undo:
             self._undo.pop()()
 
@@ -119,10 +123,11 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
     if _not_linear(handle.head) is None:
         handle.head_forward = _head_forward(handle, handle.head.forward)
         _replace(handle, handle.head, "forward", handle.head_forward)
-    handle._active = True
     _replace(handle, model, "_replicate_for_data_parallel", _plain_replicas(model, handle))
     if handle.head_forward is not None:
         _replace(handle, handle.head, "_replicate_for_data_parallel", _plain_replicas(handle.head, handle))
+    handle._active = True
+    _handles[model] = weakref.ref(handle)
     return handle
 
 
@@ -164,9 +169,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _handle_of(model: nn.Module) -> Handle | None:
-    """Nobody wraps what the official setter set, so it is where a patch can be found again."""
-    loss = model.__dict__.get("_loss_function")
-    return loss.handle if isinstance(loss, _Loss) and loss.handle.model is model else None
+    known = _handles.get(model)
+    return None if known is None else known()
 
 
 def _refusal(model: nn.Module) -> str | None:
