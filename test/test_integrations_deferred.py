@@ -84,6 +84,7 @@ MADE = {
     "transposed": lambda x: x.transpose(1, 2),
     "another vocabulary": lambda x: x.view(-1, 3),
     "inverse": lambda x: 2 / x,
+    "over zero": lambda x: (x / 0).isinf() + x,
     "stacked": lambda x: torch.stack([x, x * 2]),
     "compared": lambda x: (x > 0).double() * x,
     "power": lambda x: x**2,

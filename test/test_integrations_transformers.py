@@ -380,12 +380,16 @@ def test_device_maps_of_accelerate(llama):
         assert report(model).status == "fused", report(model)
 
 
-def test_an_offloaded_head_gets_real_logits(llama):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_offloaded_head_gets_real_logits(llama, when):
     accelerate = pytest.importorskip("accelerate")
     inputs = batch(llama)
     wanted = llama(**inputs).loss
-    accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
+    if when == "before":
+        accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
     with patch(llama):
+        if when == "after":
+            accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
         assert torch.equal(llama(**inputs).loss, wanted)
         assert report(llama).status == "materialised"
 
