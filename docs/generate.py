@@ -91,6 +91,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "causal_classes": results.causal_classes,
     "hf_trainer": results.hf_trainer,
     "gemm_rates": results.gemm_rates,
+    "chunk_streams": results.chunk_streams,
     "clock": results.clock,
     "host_time": results.host_time,
     "sweeps": results.sweeps,

@@ -35,20 +35,13 @@ class RowKernels(Protocol):
 
 
 LOSS = frozenset(
-    {
-        "ignore_index",
-        "reduction",
-        "label_smoothing",
-        "lse_square_scale",
-        "softcap",
-        "logit_scale",
-        "num_items",
-        "vocab_parallel",
-    }
+    {"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"}
 )
 EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
+SPLIT = frozenset({"vocab_parallel"})
+"""Of rows whose `row_stats` and `row_grad` take a part of the vocabulary: the inputs' `start`, `vocab`, `target_weight`."""
 
 INTERPRETER = "TRITON_INTERPRET"
 TRITON = Package("triton", "triton", minimum=(3, 3), below=(4,), aliases=("pytorch-triton-rocm",))
@@ -82,14 +75,14 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
-    _triton("cross_entropy", CROSS_ENTROPY | {"loss_dtype", "in_place"}),
-    _triton("fused_linear_cross_entropy", LINEAR),
+    _triton("cross_entropy", CROSS_ENTROPY | SPLIT | {"loss_dtype", "in_place"}),
+    _triton("fused_linear_cross_entropy", LINEAR | SPLIT),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.
     Implementation(
         op="cross_entropy",
         backend="torch",
         module="liger.backends.torch",
-        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=CROSS_ENTROPY),
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=CROSS_ENTROPY | SPLIT),
         checks_target=True,
         consumes_saved=False,
     ),
@@ -97,7 +90,7 @@ for implementation in (
         op="fused_linear_cross_entropy",
         backend="torch",
         module="liger.backends.torch",
-        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=LINEAR),
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=LINEAR | SPLIT),
         checks_target=True,
         consumes_saved=False,
     ),
