@@ -1,5 +1,6 @@
 """Transformers models train the same with the patch as without it, whatever their heads and losses are like."""
 
+import contextlib
 import copy
 import csv
 import gc
@@ -231,6 +232,13 @@ def test_logits_are_absent_in_training_and_there_in_evaluation(llama):
     torch.testing.assert_close(fused.loss, llama(**inputs).loss)
 
 
+def test_a_vocabulary_that_is_not_the_heads_is_the_models_own_error(llama):
+    llama.config.vocab_size -= 1
+    for context in (contextlib.nullcontext(), patch(llama)):
+        with context, pytest.raises(RuntimeError, match="shape"):
+            llama(**batch(llama))
+
+
 def test_labels_by_position(llama):
     inputs = batch(llama)
     place = list(transformers.LlamaForCausalLM.forward.__wrapped__.__code__.co_varnames).index("labels") - 1
@@ -401,6 +409,31 @@ def test_a_patch_keeps_no_model_alive():
     del model
     gc.collect()
     assert gone() is None
+
+
+class Wrapper(nn.Module):
+    """As FSDP's: an attribute that it lacks is its module's."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_what_is_wrapped_is_patched_inside(llama):
+    wrapped = Wrapper(Wrapper(llama))
+    with patch(wrapped) as handle:
+        assert handle.model is llama
+        assert wrapped(**batch(llama)).logits is None
+        assert report(wrapped) == report(llama)
 
 
 def test_models_that_cannot_be_patched(llama):
@@ -604,11 +637,11 @@ destroy_process_group()
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
 def test_on_a_gpu_in_bfloat16(name, monkeypatch):
-    """As near to the model in float32 as its own loss in bfloat16 is, and without waiting for the number of items."""
+    """As near to the model in float32 as its own loss in bfloat16 is."""
     monkeypatch.delenv("LIGER_BACKEND")
     model = build(name).cuda()
-    inputs = {key: value.cuda() for key, value in batch(model).items()}
-    items = ITEMS.cuda()
+    inputs = batch(model)  # the labels stay on the host, as under a device_map
+    inputs["input_ids"], items = inputs["input_ids"].cuda(), ITEMS.cuda()
     truth = step(model, inputs, num_items_in_batch=items)
     model.bfloat16()
     plain = step(model, inputs, num_items_in_batch=items)

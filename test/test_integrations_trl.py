@@ -7,6 +7,7 @@ pytest.importorskip("trl", reason="the trl extra is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 import tiny_models  # noqa: E402
+import trl  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 from liger.integrations import trl as ours  # noqa: E402
@@ -197,3 +198,46 @@ def test_trainers_find_what_is_installed(monkeypatch):
     assert torch.equal(found.is_top1, plain.is_top1)
     for one, other in zip(gradients, plain_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def logged(tmp_path, rows):
+    """Losses, entropies and accuracies of three steps of TRL's supervised fine-tuning."""
+    tokenizers, datasets, transformers = (pytest.importorskip(name) for name in ("tokenizers", "datasets", "transformers"))
+    words = {f"w{i}": i for i in range(tiny_models.VOCAB)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2", "unk_token": "w3"}
+    arguments = trl.SFTConfig(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False, seed=0,
+    )  # fmt: skip
+    trainer = trl.SFTTrainer(
+        tiny_models.build("LlamaForCausalLM"),
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
+    )
+    trainer.train()
+    names = ("loss", "entropy", "mean_token_accuracy", "grad_norm")
+    return [[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's own dependencies
+def test_a_run_of_supervised_fine_tuning(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+
+    def text(count):
+        return "".join(f" w{i}" for i in torch.randint(4, tiny_models.VOCAB, (count,), generator=generator).tolist())
+
+    rows = [{"prompt": text(5), "completion": text(1 + i % 5)} for i in range(16)]
+    plain, calls, apply = logged(tmp_path, rows), [], ours.ChunkedLogProb.apply
+    monkeypatch.setattr(ours.ChunkedLogProb, "apply", staticmethod(lambda *args: calls.append(args) or apply(*args)))
+    remove = ours.install()
+    try:
+        found = logged(tmp_path, rows)
+    finally:
+        remove()
+    assert len(calls) == 6
+    assert len(found) == 3
+    for one, other in zip(found, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)

@@ -330,6 +330,8 @@ class DeferredLogits:
         repeat = REPEATED.get(function)
         if repeat is not None and args and isinstance(args[0], DeferredLogits) and not kwargs:
             return repeat(*args)
+        if function in PRODUCTS and len(args) == 2 and not kwargs and not isinstance(args[0], DeferredLogits):
+            return args[1] * args[0]
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         reason = getattr(function, "__name__", str(function))
@@ -452,6 +454,10 @@ REPEATED: dict[Any, Callable[..., Any]] = {
     torch.divide: DeferredLogits.div,
     torch.reshape: DeferredLogits.reshape,
 }
+
+
+PRODUCTS = (Tensor.mul, torch.mul, torch.multiply)
+"""Whose left operand torch asks first, and passes the question on."""
 
 
 def _of_real(name: str) -> Callable[..., Any]:

@@ -159,7 +159,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     while True:
         inner = getattr(model, "_orig_mod", None)  # torch.compile
-        if inner is None and not hasattr(model, "get_output_embeddings"):
+        if inner is None and not hasattr(type(model), "get_output_embeddings"):  # FSDP looks as if it had what its module has
             inner = getattr(model, "module", None)  # DDP, FSDP
         if inner is None and hasattr(model, "get_base_model"):  # PEFT
             inner = model.get_base_model()  # type: ignore[operator]
