@@ -299,6 +299,14 @@ def test_rule_is_one_more_reason():
     assert rule.reasons(Request(CE, DeviceInfo("cpu"), torch.float32, (2, 5))) == ("V=5 is odd",)
 
 
+def test_a_rule_that_fails_is_a_reason():
+    def broken(request):
+        raise KeyError(request.op)
+
+    reasons = make_row(rule=broken).capability.reasons(Request(CE, DeviceInfo("cpu"), torch.float32, (2, 4)))
+    assert reasons == ("its rule raised KeyError: 'cross_entropy'",)
+
+
 def test_nondefault_values_cover_every_option():
     fields = {field.name for field in dataclasses.fields(CrossEntropyOptions)}
     assert set(NONDEFAULT) == fields.union(*GIVEN_TENSORS.values())
