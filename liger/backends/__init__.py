@@ -43,6 +43,14 @@ LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling
 
 INTERPRETER = "TRITON_INTERPRET"
 TRITON = Package("triton", "triton", minimum=(3, 3), below=(4,), aliases=("pytorch-triton-rocm",))
+CUTEDSL = Package(
+    "nvidia-cutlass-dsl",
+    "cutlass",
+    minimum=(4, 8),
+    below=(5,),
+    parts=tuple(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
+)
+BULK_COPY_BYTES = 16
 
 
 def _interpreter_in_time(request: Request) -> str | None:
@@ -56,6 +64,30 @@ def _interpreter_in_time(request: Request) -> str | None:
     if request.device.type != "cpu" and interprets and cuda.is_available():
         return f"triton was imported with {INTERPRETER}=1, so its kernels run on the CPU only in this process"
     return None
+
+
+def _bulk_copies(request: Request) -> str | None:
+    """Rows start at multiples of 16 bytes and are such multiples long: they are copied in bulk."""
+    vocab = request.shape[1]
+    row_bytes = vocab * request.dtype.itemsize
+    if row_bytes % BULK_COPY_BYTES:
+        return f"a row of V={vocab} has {row_bytes} bytes, which is no multiple of {BULK_COPY_BYTES}"
+    if not request.aligned:
+        return f"the logits' rows do not all start at multiples of {BULK_COPY_BYTES} bytes with neighbouring elements"
+    return None
+
+
+def _cutedsl(op: Op, options: frozenset[str]) -> Implementation:
+    """Kernels for the architectures whose bulk copies, clusters and barriers they use."""
+    capability = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({F16, BF16, F32}),
+        options=options,
+        archs=frozenset({(9, 0), (10, 0), (10, 3)}),
+        packages=(CUTEDSL,),
+        rule=_bulk_copies,
+    )
+    return Implementation(op=op, backend="cutedsl", module="liger.backends.cutedsl", capability=capability)
 
 
 def _triton(op: Op, options: frozenset[str]) -> Implementation:
@@ -73,6 +105,8 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
+    _cutedsl("cross_entropy", CROSS_ENTROPY),
+    _cutedsl("fused_linear_cross_entropy", LINEAR),
     _triton("cross_entropy", CROSS_ENTROPY | {"loss_dtype", "in_place"}),
     _triton("fused_linear_cross_entropy", LINEAR),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.
