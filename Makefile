@@ -10,16 +10,20 @@ BIN := $(VENV)/bin
 
 # What each target installs beside torch.
 extras-demo := demo
+extras-bench := bench,triton
 extras-docs := docs
 extras-test := demo,docs,test,dev,triton
 
-.PHONY: help demo test lint format docs clean distclean
+.PHONY: help demo bench test lint format docs clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 18
 
 demo: $(VENV)/.installed-demo ## train a small language model on real text with the fused loss (a few minutes on a CPU)
 	$(BIN)/python examples/train_lm.py $(ARGS)
+
+bench: $(VENV)/.installed-bench ## measure this machine: time and memory of the losses, and of training steps on a GPU
+	$(BIN)/python -m benchmark $(ARGS)
 
 # One thread per worker: the workers fill the cores.
 test: lint ## lint, types, and the whole test suite

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger.testing import CASES
+
 from .common import (
     DATA,
     Measurement,
@@ -61,6 +63,7 @@ PASSES = {
     ("no-grad-forward", "none"): 1,
 }
 """How often the logits' bytes must be read or written; absent where it depends on when a gradient is made."""
+VOCABS = tuple(sorted({case.vocab for case in CASES if case.name in ("llama-2-7b", "llama-3.1-8b", "qwen3-8b")}))
 IGNORE_EVERY = 17
 SCALE = 4.0
 FEW_ROWS = 256  # of logits in float64 at once
@@ -88,6 +91,11 @@ class Case:
 
     def __str__(self) -> str:
         return f"BT={self.rows} V={self.vocab} {self.dtype}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its rows in a CSV file have in common."""
+        return {"kernel_name": "cross_entropy", "x_value": self.vocab, "BT": self.rows, "dtype": self.dtype}
 
     @functools.cached_property
     def scratch(self) -> Tensor:
@@ -220,12 +228,11 @@ def measure_case(
     """Every usage in every mode. A forward knows nothing of its upstream gradient: it is timed once per reduction."""
     seen: set[str] = set()
     for usage in usages:
-        where = f"{case} {usage}"
-        if report.out_of_time(where):
-            continue
-        ready = [use for provider, loss in losses if _computes(use := Usage(case, provider, loss, usage), report)]
         again = USAGES[usage] in seen
         seen.add(USAGES[usage])
+        if not report.due(f"{case} {usage}", usage=usage, **case.facts):
+            continue
+        ready = [use for provider, loss in losses if _computes(use := Usage(case, provider, loss, usage), report)]
         for mode in modes:
             if mode == "memory":
                 _measure_memory(ready, report, results)
@@ -378,7 +385,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     top.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
     top.add_argument("--bt", nargs="+", type=int, default=[8192], help="rows (default: 8192)")
-    top.add_argument("--vocab", nargs="+", type=int, default=[32000, 128256, 151936])
+    top.add_argument("--vocab", nargs="+", type=int, default=list(VOCABS))
     names = f"of {', '.join(known)}; default: {usual}"
     top.add_argument("--providers", nargs="+", choices=known, metavar="NAME", help=names)
     top.add_argument("--in-place", action="store_true", help="only those that may overwrite the logits, none_* only")
@@ -387,6 +394,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--rep-ms", type=float, default=60.0, help="time for the repeats of one step (default: 60)")
     top.add_argument("--least", type=int, default=5, help="fewest repeats of one step (default: 5)")
     top.add_argument("--budget-s", type=float, default=300.0, help="what is then left is left out (default: 300)")
+    top.add_argument("--fresh", action="store_true", help="measure again what the file already has")
     top.add_argument("--device", type=torch.device, default=default_device())
     top.add_argument("--out", type=Path, default=DATA / "cross_entropy.csv", help="default: %(default)s")
     return top
@@ -413,7 +421,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = top.parse_args(argv)
     providers = chosen_providers(arguments, top)
     device = arguments.device
-    report, results = Report(arguments.out, device, arguments.budget_s), Results({})
+    report, results = Report(arguments.out, device, arguments.budget_s, resume=not arguments.fresh), Results({})
+    cases = len(arguments.dtype) * len(arguments.bt) * len(arguments.vocab)
+    report.expect("cross entropy", cases * (len(arguments.reduction) + arguments.errors))
     print(describe(device), flush=True)
     errors: list[tuple[str, ...]] = []
     bits: list[tuple[str, ...]] = []
@@ -423,26 +433,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         for dtype in arguments.dtype:
             for rows in arguments.bt:
                 for vocab in arguments.vocab:
-                    if report.out_of_time(f"BT={rows} V={vocab} {dtype}"):
-                        continue
                     case = Case(rows, vocab, dtype, device)
                     losses = load_providers(providers, str(case), report)
-                    if arguments.errors:
+                    if arguments.errors and report.due(f"{case} errors", metric_name="loss_error", **case.facts):
                         errors += measure_errors(case, with_fp32_loss(losses), report)
                     sizing = Sizing(arguments.rep_ms, arguments.least)
                     measure_case(case, losses, arguments.reduction, arguments.mode, sizing, report, results)
-                    report.save()
                     del case
+        report.finish()
     finally:
-        report.save()
         if errors:
             print("\nerror of the loss of a row from float64: largest, relative to the loss, of the mean\n")
             print_markdown(("case", "provider", "largest", "relative", "mean"), errors)
         if bits:
             print("\ngradients of in_place=True and False\n")
             print_markdown(("case", "usage", "bits", "in the logits' storage"), bits)
-        print()
-        report.print_failures()
+        report.end()
         print_tables(results, [provider.name for provider in providers if provider.name in results.measured()])
         print(f"\n{describe(device)}; wrote {arguments.out}")
 

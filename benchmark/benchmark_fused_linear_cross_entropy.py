@@ -87,6 +87,15 @@ class Setting:
         """As in Liger-Kernel's benchmarks."""
         return "no-grad-forward" if self.no_grad else "full"
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What its rows in a CSV file have in common."""
+        return {
+            "reduction": self.reduction,
+            "frozen_head": self.frozen_head,
+            "kernel_operation_mode": self.mode,
+        }
+
     def __str__(self) -> str:
         return self.reduction + (" frozen-head" if self.frozen_head else "") + (" no-grad" if self.no_grad else "")
 
@@ -209,6 +218,11 @@ class Job:
     settings: Sequence[Setting]
     providers: Sequence[Provider]
 
+    @property
+    def units(self) -> int:
+        """Rows of its tables."""
+        return len(self.shapes) * len(self.rows) * len(self.ignored) * len(self.settings)
+
 
 @dataclass
 class Results:
@@ -237,14 +251,19 @@ def measure_job(results: Results, dtype: torch.dtype, sizing: Sizing, report: Re
     """Every case of a job; the report is on disk after each."""
     job = results.job
     for shape, rows, ignored in itertools.product(job.shapes, job.rows, job.ignored):
-        if report.out_of_time(f"{shape.name} BT={rows} ignored={100 * ignored:g}%"):
+        facts = {"set": job.name, "model": shape.name, "x_value": rows, "ignored": ignored, "dtype": _short(dtype)}
+        due = [
+            setting
+            for setting in job.settings
+            if report.due(f"{shape.name} BT={rows} ignored={100 * ignored:g}% {setting}", **facts, **setting.facts)
+        ]
+        if not due:
             continue
         case = Case(shape, rows, ignored, dtype, report.device)
         fitting = [p for p in job.providers if p.chunk_size is None or p.chunk_size <= rows]
         losses = load_providers(fitting, str(case), report)
-        for setting in job.settings:
+        for setting in due:
             measure_case(case, setting, losses, sizing, report, results)
-        report.save()
         del case  # before the next one is made
 
 
@@ -530,7 +549,7 @@ def show_jobs(backend: str) -> list[Job]:
     known = linear_cross_entropy_providers()
     usual = [provider for provider in known.values() if provider.default]
     ours = known[f"liger_{backend}"]
-    peers = [ours, *(known[name] for name in ("torch", "liger_kernel", "cce", "quack"))]
+    peers = [ours, *(known[name] for name in ("liger_kernel", "cce"))]
     few = [ours, *(known[name] for name in ("torch", "liger_kernel", "cce"))]
     llamas = [NAMED["llama-3.2-1b"], NAMED["llama-3.1-8b"]]
     masked = [NAMED["qwen3-1.7b"], NAMED["llama-3.1-8b"]]
@@ -539,13 +558,13 @@ def show_jobs(backend: str) -> list[Job]:
     def sweep(*sizes: int) -> list[Provider]:
         return [ours, *(chunked_provider(backend, size) for size in sizes)]
 
-    small, large = sweep(256, 512, 1024, 2048), sweep(1024, 2048, 4096, 8192, 16384)
+    small, large = sweep(512, 1024, 2048), sweep(2048, 4096, 8192, 16384)
     return [
         Job("shapes", [NAMED[name] for name in USUAL_SHAPES], (8192,), (0.0,), (Setting(),), usual),
-        Job("ignored rows", masked, (8192,), (0.0, 0.25, 0.5, 0.75, 0.9), (Setting(),), peers),
         Job("settings", llamas, (8192,), (0.0,), every, few),
-        Job("chunk sizes, few rows", llamas[1:], (512, 1024, 2048), (0.0,), (Setting(),), small),
-        Job("chunk sizes", llamas[1:], (4096, 8192, 16384, 32768, 65536), (0.0,), (Setting(),), large),
+        Job("ignored rows", masked, (8192,), (0.0, 0.25, 0.5, 0.75, 0.9), (Setting(),), peers),
+        Job("chunk sizes, few rows", llamas[1:], (512, 2048), (0.0,), (Setting(),), small),
+        Job("chunk sizes", llamas[1:], (8192, 32768, 65536), (0.0,), (Setting(),), large),
     ]
 
 
@@ -612,6 +631,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--rep-ms", type=float, default=200.0, help="time for the repeats of one step (default: 200)")
     top.add_argument("--least", type=int, default=3, help="fewest repeats of one step (default: 3)")
     top.add_argument("--budget-s", type=float, default=300.0, help="what is then left is left out (default: 300)")
+    top.add_argument("--fresh", action="store_true", help="measure again what the file already has")
     top.add_argument("--device", type=torch.device, default=default_device())
     top.add_argument("--out", type=Path, default=DATA / "fused_linear_cross_entropy.csv", help="default: %(default)s")
     return top
@@ -621,9 +641,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     arguments = parser().parse_args(argv)
     device, dtype = arguments.device, getattr(torch, arguments.dtype)
-    report = Report(arguments.out, device, arguments.budget_s)
-    print(describe(device), flush=True)
+    report = Report(arguments.out, device, arguments.budget_s, resume=not arguments.fresh)
     found = [Results(job) for job in jobs(arguments)]
+    with_errors = arguments.errors or arguments.show
+    report.expect("fused linear cross entropy", with_errors + sum(results.job.units for results in found))
+    print(describe(device), flush=True)
     errors: list[tuple[str, ...]] = []
     checks: list[tuple[str, ...]] = []
     try:
@@ -632,16 +654,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             checks = Checks(case, arguments.backend).all()
             report.say(f"checks on {case}: {', '.join(verdict for _, verdict, _ in checks)}")
             del case
-        if arguments.errors or arguments.show:
+        size = tuple(arguments.error_size)
+        sized = dict(zip(("N", "V", "H"), size, strict=True))
+        if with_errors and report.due("errors", metric_name="dW_error", **sized):
             providers = [provider for provider in found[0].job.providers if provider.chunk_size is None]
-            errors = measure_errors(tuple(arguments.error_size), providers, arguments.backend, device, report)
+            errors = measure_errors(size, providers, arguments.backend, device, report)
         for results in found:
             measure_job(results, dtype, Sizing(arguments.rep_ms, arguments.least), report)
+        report.finish()
     finally:
-        report.save()
         print_everything(found, errors, checks, f"liger_{arguments.backend}")
-        print()
-        report.print_failures()
+        report.end()
         print(f"\n{describe(device)}; wrote {arguments.out}")
 
 

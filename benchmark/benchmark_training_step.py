@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from liger import liger_fused_linear_cross_entropy
 from liger.dispatch.capability import installed_version
+from liger.testing import CASES, Case
 
 from .benchmark_fused_linear_cross_entropy import never_skipping
 from .common import (
@@ -42,15 +43,14 @@ from .common import (
 )
 from .providers import LinearCrossEntropy, linear_cross_entropy_providers, provider_version
 
+HEADS = {case.name: case for case in CASES}
 QWEN3 = {
-    "vocab_size": 151936,
     "head_dim": 128,
     "num_key_value_heads": 8,
     "max_position_embeddings": 40960,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 LLAMA_3_1 = {
-    "vocab_size": 128256,
     "head_dim": 128,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
@@ -67,20 +67,37 @@ LLAMA_3_1 = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A published model, and which part of it is trained."""
+    """A published model, and which part of it is trained. The dimensions are those of its config.json."""
 
-    name: str
+    head: Case
     config_class: str
     """In `transformers`."""
-    hidden: int
+    shared: Mapping[str, Any]
+    """Of the family."""
+    intermediate: int
     layers: int
-    dimensions: Mapping[str, Any]
-    lora: bool = False
+    heads: int
+    """Of the queries."""
+    tied: bool
+    lora: bool
+
+    @property
+    def name(self) -> str:
+        """As in `liger.testing.CASES`."""
+        return self.head.name
 
     def config(self) -> Any:
         """The model's configuration."""
-        sizes = {"hidden_size": self.hidden, "num_hidden_layers": self.layers, "use_cache": False}
-        return getattr(importlib.import_module("transformers"), self.config_class)(**self.dimensions, **sizes)
+        return getattr(importlib.import_module("transformers"), self.config_class)(
+            vocab_size=self.head.vocab,
+            hidden_size=self.head.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            tie_word_embeddings=self.tied,
+            use_cache=False,
+            **self.shared,
+        )
 
     def build(self, device: torch.device) -> Any:
         """The model with random weights, made on the device."""
@@ -98,27 +115,14 @@ class Setup:
         return model.to(device).train()
 
 
-def _qwen3(name: str, hidden: int, intermediate: int, layers: int, heads: int, *, lora: bool = False) -> Setup:
-    tied = hidden < 4096
-    sizes = {**QWEN3, "intermediate_size": intermediate, "num_attention_heads": heads, "tie_word_embeddings": tied}
-    return Setup(name, "Qwen3Config", hidden, layers, sizes, lora)
-
-
 SETUPS = {
     setup.name: setup
     for setup in (
-        _qwen3("qwen3-0.6b", 1024, 3072, 28, 16),
-        _qwen3("qwen3-1.7b", 2048, 6144, 28, 16),
-        _qwen3("qwen3-4b", 2560, 9728, 36, 32),
-        _qwen3("qwen3-8b", 4096, 12288, 36, 32, lora=True),
-        Setup(
-            "llama-3.1-8b",
-            "LlamaConfig",
-            4096,
-            32,
-            {**LLAMA_3_1, "intermediate_size": 14336, "num_attention_heads": 32, "tie_word_embeddings": False},
-            lora=True,
-        ),
+        Setup(HEADS["qwen3-0.6b"], "Qwen3Config", QWEN3, 3072, 28, 16, tied=True, lora=False),
+        Setup(HEADS["qwen3-1.7b"], "Qwen3Config", QWEN3, 6144, 28, 16, tied=True, lora=False),
+        Setup(HEADS["qwen3-4b"], "Qwen3Config", QWEN3, 9728, 36, 32, tied=True, lora=False),
+        Setup(HEADS["qwen3-8b"], "Qwen3Config", QWEN3, 12288, 36, 32, tied=False, lora=True),
+        Setup(HEADS["llama-3.1-8b"], "LlamaConfig", LLAMA_3_1, 14336, 32, 32, tied=False, lora=True),
     )
 }
 SHARES = (16.5, 100.0, 5.5, 65.0, 92.0, 77.0, 9.1)
@@ -227,7 +231,6 @@ def measure_share(
     times = interleaved_ms(steps, rounds, synchronize=functools.partial(_synchronize, device), warm_up=0)
     model.zero_grad(set_to_none=True)
     report.measurements += [*(describe_row(name, "speed", "ms", y) for name, y in times.items()), *found]
-    report.save()
     report.say(f"{where}: " + ", ".join(f"{name} {y.p50:.1f}" for name, y in times.items()))
     return times
 
@@ -250,8 +253,8 @@ def _measurement(setup: Setup, batch: Batch, provider: str, metric: str, unit: s
     config = {
         "model": setup.name,
         "trained": "lora" if setup.lora else "all",
-        "H": setup.hidden,
-        "V": setup.dimensions["vocab_size"],
+        "H": setup.head.hidden,
+        "V": setup.head.vocab,
         "layers": setup.layers,
         "sequences": batch.ids.shape[0],
         "length": batch.ids.shape[1],
@@ -267,27 +270,28 @@ def _measurement(setup: Setup, batch: Batch, provider: str, metric: str, unit: s
 def measure_model(
     setup: Setup, names: Sequence[str], arguments: argparse.Namespace, report: Report
 ) -> dict[float, dict[str, Quantiles]]:
-    """Every share that the file does not have yet; the model is gone afterwards."""
+    """Every share that is due; the model is made for the first of them, and gone afterwards."""
     tokens = {"sequences": arguments.sequences, "length": arguments.length}
-    due = [share for share in arguments.shares if not report.has(model=setup.name, x_value=share, **tokens)]
-    if not due or report.out_of_time(setup.name):
-        return {}
-    try:
-        model = setup.build(report.device)
-    except Exception as error:  # noqa: BLE001 - a package that is missing, or a GPU that is too small
-        report.failed("everything", setup.name, error)
-        return {}
-    report.say(f"{setup.name}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
-    losses = _loaded(names, setup.name, report)
     found: dict[float, dict[str, Quantiles]] = {}
-    for share in due:
-        if not report.out_of_time(f"{setup.name} {share:g} %"):
-            batch = Batch.make(setup.dimensions["vocab_size"], share, *tokens.values(), report.device)
-            found[share] = measure_share(setup, model, batch, losses, arguments.rounds, report)
+    model, losses = None, {}
+    for share in arguments.shares:
+        if not report.due(f"{setup.name} {share:g} %", model=setup.name, x_value=share, **tokens):
+            continue
+        if model is None:
+            try:
+                model = setup.build(report.device)
+            except Exception as error:  # noqa: BLE001 - a package that is missing, or a GPU that is too small
+                report.failed("everything", setup.name, error)
+                break
+            report.say(f"{setup.name}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
+            losses = load_losses(names, setup.name, report)
+        batch = Batch.make(setup.head.vocab, share, *tokens.values(), report.device)
+        found[share] = measure_share(setup, model, batch, losses, arguments.rounds, report)
     return found
 
 
-def _loaded(names: Iterable[str], where: str, report: Report) -> dict[str, Loss]:
+def load_losses(names: Iterable[str], where: str, report: Report) -> dict[str, Loss]:
+    """Those that load; the report is told of the others."""
     losses = {}
     for name in names:
         try:
@@ -323,7 +327,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence (default: %(default)s)")
     top.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each loss (default: %(default)s)")
     top.add_argument("--budget-s", type=float, default=540.0, help="what is then left is left out (default: 540)")
-    top.add_argument("--fresh", action="store_true", help="forget what the file already has")
+    top.add_argument("--fresh", action="store_true", help="measure again what the file already has")
     top.add_argument("--device", type=torch.device, default=default_device())
     top.add_argument("--out", type=Path, default=DATA / "training_step.csv", help="default: %(default)s")
     return top
@@ -341,15 +345,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     device = arguments.device
     report = Report(arguments.out, device, arguments.budget_s, resume=not arguments.fresh)
+    report.expect("training step", len(arguments.models) * len(arguments.shares))
     print(describe(device), flush=True)
     found: dict[tuple[str, float], dict[str, Quantiles]] = {}
     try:
         for name in arguments.models:
             for share, times in measure_model(SETUPS[name], arguments.losses, arguments, report).items():
                 found[name, share] = times
+        report.finish()
     finally:
-        print()
-        report.print_failures()
+        report.end()
         print_tables(found)
         print(f"\n{describe(device)}; wrote {arguments.out}")
 

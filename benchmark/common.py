@@ -5,7 +5,10 @@ The columns of a CSV file are those of Liger-Kernel's benchmark data, then what 
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -258,7 +261,8 @@ def peak_extra_mib(prepare: Callable[[], Callable[[], Any]], device: torch.devic
 class Report:
     """What a run has found so far: kept on disk as it grows, since a device may be taken away at any time.
 
-    With `resume`, what the file already holds stays, and `has` tells what need not be measured again.
+    A run consists of units, each asked for by `due`. A unit is written when it is complete; with `resume`, those that the
+    file already holds are not due.
     """
 
     def __init__(self, path: Path, device: torch.device, budget_s: float, *, resume: bool = False) -> None:
@@ -268,25 +272,66 @@ class Report:
         """(provider, reason) -> where"""
         self.began = time.monotonic()
         self.kept = _kept(path, device) if resume else []
+        self.units, self.of_units, self.found_there = 0, 0, 0
+        self.bar = contextlib.ExitStack()
+        self.advance: Callable[[int], None] = lambda units: None
 
-    def has(self, **facts: Any) -> bool:
-        """Whether the file that is resumed has a row with these columns, or these entries of its config."""
-        wanted = {name: str(value) for name, value in facts.items()}
-        return any(
-            all(str(facts_of.get(name)) == value for name, value in wanted.items()) for facts_of in map(_facts, self.kept)
-        )
+    def expect(self, title: str, units: int) -> None:
+        """How many units there will be: a bar shows them on a terminal, if `rich` is installed."""
+        self.of_units = units
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            progress = importlib.import_module("rich.progress")
+            columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
+            shown = self.bar.enter_context(progress.Progress(*columns))
+            task = shown.add_task(title, total=units)
+            self.advance = lambda done: shown.update(task, completed=done)
 
-    def say(self, line: str) -> None:
-        """A line of progress, with the seconds since the start."""
-        print(f"[{time.monotonic() - self.began:6.1f} s] {line}", flush=True)
+    def due(self, where: str, **facts: Any) -> bool:
+        """Whether a unit has to be measured: the resumed file has no row with these facts, and there is time left.
 
-    def out_of_time(self, where: str) -> bool:
-        """Whether the run's time is up; what is then left out is said."""
+        Args:
+            where: the unit's name.
+            facts: columns of its rows, or entries of their config.
+        """
+        self._complete()
+        self.units += 1
+        if self._has(facts):
+            self.found_there += 1
+            return False
         late = time.monotonic() - self.began > self.budget_s
         if late:
             self.say(f"{where}: left out, the {self.budget_s:.0f} s of --budget-s are over")
             self.failures.setdefault(("everything", "out of time"), []).append(where)
-        return late
+        return not late
+
+    def _has(self, facts: Mapping[str, Any]) -> bool:
+        wanted = {name: str(value) for name, value in facts.items()}
+        return any(
+            all(str(found.get(name)) == value for name, value in wanted.items()) for found in map(_facts, self.kept)
+        )
+
+    def _complete(self) -> None:
+        """The unit before is over."""
+        self.advance(self.units)
+        if self.measurements:
+            write_csv(self.path, self.measurements, self.device, self.kept)
+
+    def say(self, line: str) -> None:
+        """A line of progress, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.began:6.1f} s, {self.units}/{self.of_units}] {line}", flush=True)
+
+    def finish(self) -> None:
+        """All units are over: the file is complete as far as time allowed."""
+        self._complete()
+        write_csv(self.path, self.measurements, self.device, self.kept)
+
+    def end(self) -> None:
+        """Say what is missing from the tables, and why. An unfinished unit is lost."""
+        self.bar.close()
+        print()
+        if self.found_there:
+            print(f"{self.found_there} of {self.of_units} parts were in {self.path} already; --fresh measures them again")
+        self.print_failures()
 
     def failed(self, provider: str, where: str, error: Exception) -> None:
         """Note why a provider has no result; raises if the device itself is lost."""
@@ -297,10 +342,6 @@ class Report:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-
-    def save(self) -> None:
-        """Write the CSV file as far as it goes."""
-        write_csv(self.path, self.measurements, self.device, self.kept)
 
     def print_failures(self) -> None:
         """What is missing from the tables, and why."""
@@ -339,7 +380,7 @@ def _kept(path: Path, device: torch.device) -> list[dict[str, str]]:
         other = [name for name in here if name != "timestamp" and row.get(name, "") != here[name]]
         if other:
             told = ", ".join(f"{name} {row.get(name, '')} (here {here[name]})" for name in other)
-            sys.exit(f"{path} was measured with {told}: give another --out, or start anew with --fresh")
+            sys.exit(f"{path} was measured with {told}: give another --out, or replace it with --fresh")
     return rows
 
 

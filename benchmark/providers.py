@@ -114,6 +114,17 @@ def load_providers(
     return loaded
 
 
+def peers() -> dict[str, str | None]:
+    """The packages that ours is compared with, and their versions; None for one that is missing or does not import."""
+    found: dict[str, str | None] = {}
+    for distribution, module in PEERS.values():
+        try:
+            found[distribution] = installed_version(distribution) or importlib.import_module(module).__version__
+        except Exception:  # noqa: BLE001 - whatever it raised; a benchmark that needs it tells
+            found[distribution] = None
+    return found
+
+
 def provider_version(name: str) -> str:
     """The version of what a provider runs; a package that was not installed but put on the path tells it itself."""
     for prefix, (distribution, module) in PEERS.items():

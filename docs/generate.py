@@ -7,6 +7,7 @@ the registry says is made here, what was measured in `results`.
 from __future__ import annotations
 
 import argparse
+import csv
 import inspect
 import re
 import sys
@@ -47,11 +48,33 @@ def auto() -> str:
     return _table(head, ((str(device), *(_auto(op, device) for op in FUNCTIONS)) for device in DEVICES))
 
 
+def recipes() -> str:
+    """Which tests of which recipe have passed where: from the files that `pytest --record-recipes` wrote."""
+    lines = [line for path in sorted(DOCS.glob("data/recipes_*.csv")) for line in csv.DictReader(path.open(encoding="utf-8"))]
+    passed: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
+    for line in lines:
+        if int(line["failed"]):
+            raise ValueError(f"{line['test']} failed on {line['where']}: a record of failures is not for the docs")
+        places = passed.setdefault((line["recipe"], line["test"]), {})
+        if int(line["passed"]):
+            places.setdefault(line["where"], {})[line["backend"]] = None
+    where = list(dict.fromkeys(line["where"] for line in lines if int(line["passed"])))
+    dates = " and ".join(sorted({line["date"] for line in lines}))
+
+    def cell(places: dict[str, dict[str, None]], place: str) -> str:
+        return ", ".join(backend or "yes" for backend in places.get(place, {}))
+
+    order = sorted(passed, key=lambda key: (key[0][0], int(key[0][1:]), key[1]))
+    rows = ((key[0], f"`{key[1].partition('::')[2]}`", *(cell(passed[key], place) for place in where)) for key in order)
+    return f"*Recorded {dates}.*\n\n{_table(('recipe', 'test', *where), rows)}"
+
+
 MADE_ELSEWHERE = {"mutants"}
 """By test/mutants.py, which takes minutes."""
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "auto": auto,
+    "recipes": recipes,
     "measured": results.measured,
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,

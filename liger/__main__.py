@@ -1,4 +1,5 @@
-"""`python -m liger`: what runs where on this machine, and why; `python -m liger explain` answers for a described call.
+"""`python -m liger`: what runs where on this machine, and why; `python -m liger explain` answers for a described call,
+`python -m liger bench` times one.
 
 Exit status: 0 with an answer (that nothing fits is one too), 2 with one line on stderr for an unusable argument.
 """
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import torch
 
 from . import __version__, explain
+from .bench import Result, bench
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementation, Op, Request, backends, table
 from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
@@ -69,17 +72,35 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # SUPPRESS: a default here would overwrite what was given before the command.
-    ask.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="for programs")
-    ask.add_argument("--op", required=True, choices=OPS)
+    dtypes = f"of the logits: {', '.join(DTYPES)}"
     ask.add_argument("--device", required=True, type=_device, help="see below")
-    ask.add_argument("--dtype", required=True, type=_dtype, help=f"of the logits: {', '.join(DTYPES)}")
-    shapes = ", ".join(f"{'x'.join(SHAPE_LETTERS[op])} for {op}" for op in OPS)
-    ask.add_argument("--shape", required=True, type=_shape, help=f"{shapes}; such as 8192x128256")
-    ask.add_argument("--backend", help=f"as in a call: {', '.join(('auto', *backends()))}")
-    _add_options(ask.add_argument_group("options", "as in a call"))
-    _add_tensors(ask.add_argument_group("tensors", "that the call would be given"))
+    ask.add_argument("--dtype", required=True, type=_dtype, help=dtypes)
+    _add_call(ask)
+    measure = commands.add_parser(
+        "bench",
+        help="time and memory of a described call, on this machine",
+        description="Forward and backward by every backend that can, and by PyTorch's own functions: medians, extra peak "
+        "memory, and the plan.",
+        allow_abbrev=False,
+    )
+    measure.add_argument("--device", type=_device_here, help="default: this machine's GPU, else cpu")
+    measure.add_argument("--dtype", type=_dtype, help=f"{dtypes}; default: bfloat16, on a CPU float32")
+    measure.add_argument("--ignored", type=float, default=0.0, help="share of ignored rows in [0, 1] (default: 0)")
+    measure.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: 2)")
+    _add_call(measure)
     return top
+
+
+def _add_call(command: argparse.ArgumentParser) -> None:
+    """What describes a call, beside where it runs."""
+    # SUPPRESS: a default here would overwrite what was given before the command.
+    command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="for programs")
+    command.add_argument("--op", required=True, choices=OPS)
+    shapes = ", ".join(f"{'x'.join(SHAPE_LETTERS[op])} for {op}" for op in OPS)
+    command.add_argument("--shape", required=True, type=_shape, help=f"{shapes}; such as 8192x128256")
+    command.add_argument("--backend", help=f"as in a call: {', '.join(('auto', *backends()))}")
+    _add_options(command.add_argument_group("options", "as in a call"))
+    _add_tensors(command.add_argument_group("tensors", "that the call would be given"))
 
 
 def _add_options(group: argparse._ArgumentGroup) -> None:
@@ -143,6 +164,16 @@ def _device(text: str) -> DeviceInfo:
             f"{text}: this machine has {count} such devices; cuda:9.0 is any NVIDIA GPU of compute capability 9.0"
         )
     return device_info(device)
+
+
+def _device_here(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device of this machine: cpu, cuda:0, ...") from error
+    if device.type not in {here.type for here in devices()}:
+        raise argparse.ArgumentTypeError(f"{text}: this machine has {', '.join(map(str, devices()))}")
+    return device
 
 
 # This machine.
@@ -283,10 +314,13 @@ def _support_lines(support: dict[str, Any]) -> list[str]:
     rows = [(row["backend"], _availability(row["reasons"])) for row in support["backends"]]
     rows.append(("auto", _picks(support["auto"])))
     width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        indent = " " * (width + 8)
-        lines.append(textwrap.fill(text, WIDTH, initial_indent=f"    {name:{width}}  ", subsequent_indent=indent))
-    return lines
+    return lines + [_wrapped(name, width, text, 4) for name, text in rows]
+
+
+def _wrapped(name: str, width: int, text: str, indent: int) -> str:
+    """A line of a table of two columns."""
+    first, next_lines = f"{' ' * indent}{name:{width}}  ", " " * (width + indent + 4)
+    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=next_lines)
 
 
 def _availability(reasons: dict[str, list[str]]) -> str:
@@ -328,6 +362,34 @@ def _plain(value: Any) -> Any:
     return dtype_name(value) if isinstance(value, torch.dtype) else value
 
 
+def bench_json(result: Result, device: torch.device) -> dict[str, Any]:
+    """A `Result` as JSON has it."""
+    return {
+        **explanation_json(result.explanation),
+        "versions": versions(),
+        "device_name": device_name(device),
+        "ignored": result.ignored,
+        "measured": [dataclasses.asdict(line) for line in result.lines],
+    }
+
+
+def bench_text(result: Result, device: torch.device) -> str:
+    """A `Result` for people: one line per implementation."""
+    answer = result.explanation
+    share = f", {100 * result.ignored:g} % ignored" if result.ignored else ""
+    name = device_name(device)
+    lines = [f"{answer.request}{share}", f"{name}: forward and backward, median ms, extra peak MiB"]
+    width = max(len(line.name) for line in result.lines)
+    for line in result.lines:
+        if line.ms is None:
+            text = f"no: {'; '.join(line.reasons)}"
+        else:
+            memory = "not known" if line.extra_mib is None else f"{line.extra_mib:.1f}"
+            text = f"{line.ms:10.3f}  {memory:>10}" + ("  chosen" if line.name == answer.chosen else "")
+        lines.append(_wrapped(line.name, width, text, 2))
+    return "\n".join([*lines, *answer.footer()])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; the exit status is above."""
     command_line = parser()
@@ -338,6 +400,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(facts, indent=2) if as_json else machine_text(facts))
         return 0
     try:
+        if command == "bench":
+            device = asked["device"] = asked["device"] or devices()[-1]
+            asked["dtype"] = asked["dtype"] or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+            result = bench(asked.pop("op"), **asked)
+            print(json.dumps(bench_json(result, device), indent=2) if as_json else bench_text(result, device))
+            return 0
         answer = explain(asked.pop("op"), **asked)
     except ValueError as error:
         command_line.error(str(error))
@@ -345,5 +413,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def program() -> int:
+    """`main`, for a shell: a reader that has seen enough, such as `head`, is no error to speak of."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is not flushed again at exit
+        return 128 + signal.SIGPIPE
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -48,6 +48,7 @@ CASES = (
     Case("llama-3.1-8b", 4096, 128256, "meta-llama/Llama-3.1-8B"),
     Case("qwen3-0.6b", 1024, 151936, "Qwen/Qwen3-0.6B"),
     Case("qwen3-1.7b", 2048, 151936, "Qwen/Qwen3-1.7B"),
+    Case("qwen3-4b", 2560, 151936, "Qwen/Qwen3-4B"),
     Case("qwen3-8b", 4096, 151936, "Qwen/Qwen3-8B"),
     Case("gemma-3-4b", 2560, 262208, "google/gemma-3-4b-pt"),
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import hypothesis
 import pytest
 import torch
+from recipes import pytest_addoption, pytest_configure  # noqa: F401 - pytest finds its hooks here
 
 # Before anything imports triton: its kernels read this when they are defined.
 if not torch.cuda.is_available():

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import importlib
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+
+from liger.backends.linear import GPU_CHUNK_ROWS
+from liger.testing import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmark/ is not installed
 
@@ -174,7 +178,7 @@ def test_unknown_shape(text, capsys):
 
 
 def test_show_covers_the_published_shapes():
-    first, *_, sweep = linear.show_jobs("triton")
+    first, *_, few, many = linear.show_jobs("triton")
     assert [(shape.hidden, shape.vocab) for shape in first.shapes] == [
         (2048, 128256),
         (2048, 151936),
@@ -183,7 +187,8 @@ def test_show_covers_the_published_shapes():
         (4096, 128256),
     ]
     assert all(provider.default for provider in first.providers)
-    assert {provider.chunk_size for provider in sweep.providers} > {None, 1024}
+    assert (min(few.rows), max(many.rows)) == (512, 65536)
+    assert {provider.chunk_size for provider in many.providers} > {None, *GPU_CHUNK_ROWS[::2]}
 
 
 def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
@@ -202,7 +207,7 @@ def test_what_is_not_the_loss_is_not_timed(tmp_path, capsys, monkeypatch):
 def test_out_of_time_is_said(tmp_path, capsys):
     rows = run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--budget-s", "0")
     assert rows == []
-    assert "not measured: everything (BT=3 V=8 float32): out of time" in capsys.readouterr().out
+    assert "not measured: everything (BT=3 V=8 float32 none_mean and 4 more): out of time" in capsys.readouterr().out
 
 
 def test_a_step_that_fails_is_left_out():
@@ -292,7 +297,7 @@ def test_adapters(tmp_path, monkeypatch, capsys):
     rows = run(cross_entropy, tmp_path, *SMALL_CE, "--mode", "full", "--providers", *names)
     assert {row["kernel_provider"] for row in rows} == {*names, "copy"}
     names = ("liger_kernel", "liger_kernel_fp32", "cce", "cce_exact", "quack", "torch_chunked")
-    rows = run(linear, tmp_path, *SMALL_FLCE, "--providers", *names)
+    rows = run(linear, tmp_path, *SMALL_FLCE, "--fresh", "--providers", *names)
     missing = set() if hasattr(torch.nn, "LinearCrossEntropyOptions") else {"torch_chunked"}
     assert {row["kernel_provider"] for row in rows} == {*names, "gemms"} - missing
     assert "cut-cross-entropy 25.1.1" in {config(row)["version"] for row in rows}
@@ -305,9 +310,10 @@ def tiny_models(monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     training_step = importlib.import_module("benchmark.benchmark_training_step")
-    sizes = {"vocab_size": 97, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     for name, setup in training_step.SETUPS.items():
-        small = dataclasses.replace(setup, hidden=16, layers=2, dimensions={**setup.dimensions, **sizes})
+        head = dataclasses.replace(setup.head, hidden=16, vocab=97)
+        shared = {**setup.shared, "head_dim": 8, "num_key_value_heads": 1}
+        small = dataclasses.replace(setup, head=head, shared=shared, intermediate=24, layers=2, heads=2)
         monkeypatch.setitem(training_step.SETUPS, name, small)
     return training_step
 
@@ -374,15 +380,85 @@ def test_a_training_loss_that_is_another_is_not_timed(tiny_models, tmp_path, cap
     assert "liger failed, ArithmeticError: the loss is" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
+    """What is in the file is kept as it is; what was interrupted is not in it."""
+    chosen = ("--providers", "torch", "--mode", "full", "--reduction")
+    first = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean")
+    measure = cross_entropy._measure_time
+
+    def interrupted(ready, case, usage, *rest):
+        measure(ready, case, usage, *rest)
+        if usage == "sum":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cross_entropy, "_measure_time", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "none_mean", "sum")
+    after = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "none_mean")
+    assert "2 of 2 parts were in" in capsys.readouterr().out
+    assert after[: len(first)] == first
+    assert [config(row)["usage"] for row in after[len(first) :]] == ["none_mean"] * len(first)
+    fresh = run(cross_entropy, tmp_path, *SMALL_CE, *chosen, "mean", "--fresh")
+    assert len(fresh) == len(first)
+
+
+def test_fused_units_are_recognised(tmp_path, capsys):
+    chosen = ("--providers", "liger_torch", "--ignore-fraction", "0", "0.5", "--frozen-head")
+    first = run(linear, tmp_path, *SMALL_FLCE, *chosen, "--reduction", "mean")
+    again = run(linear, tmp_path, *SMALL_FLCE, *chosen, "--reduction", "mean", "sum")
+    assert again[: len(first)] == first
+    assert len(again) == 2 * len(first)
+    assert "2 of 4 parts were in" in capsys.readouterr().out
+
+
 def test_another_machines_file_is_not_added_to(tmp_path):
-    path = tmp_path / "out.csv"
+    path, device = tmp_path / "out.csv", torch.device("cpu")
     row = common.Measurement("k", "p", "full", "speed", "ms", "x", "x", 1, common.Quantiles(1, 1, 1))
-    device = torch.device("cpu")
     common.write_csv(path, [row], device)
     report = common.Report(path, device, 1.0, resume=True)
-    assert report.has(kernel_provider="p", x_value=1)
-    assert not report.has(kernel_provider="p", x_value=2)
+    assert not report.due("there", kernel_provider="p", x_value=1)
+    assert report.due("not there", kernel_provider="p", x_value=2)
     path.write_text(path.read_text().replace(torch.__version__, "1.0"))
     with pytest.raises(SystemExit, match=r"measured with torch 1\.0 \(here .*--fresh"):
         common.Report(path, device, 1.0, resume=True)
     assert common.Report(path, device, 1.0).kept == []
+
+
+def test_one_command(tmp_path, capsys, monkeypatch):
+    """Each suite gets arguments that it takes; the two losses run here, with less of everything."""
+    everything = importlib.import_module("benchmark.__main__")
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    for module in (cross_entropy, linear, training_step):
+        suite = everything.SUITES[module.__name__.removeprefix("benchmark.benchmark_")]
+        for arguments in (suite.on_gpu, suite.on_cpu):
+            module.parser().parse_args(arguments or ())
+    tiny = {"cross_entropy": SMALL_CE, "fused_linear_cross_entropy": SMALL_FLCE}
+    for name, arguments in tiny.items():
+        suite = dataclasses.replace(everything.SUITES[name], on_cpu=(*arguments, "--providers", "torch"))
+        monkeypatch.setitem(everything.SUITES, name, suite)
+    everything.main(["--device", "cpu", "--data", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for distribution in ("liger-kernel", "cut-cross-entropy", "quack-kernels"):
+        assert re.search(rf"^{distribution} +missing$", printed, re.MULTILINE)
+    assert "training step\n\nleft out: it needs a GPU" in printed
+    written = sorted(path.name for path in tmp_path.iterdir())
+    device = everything.slug(common.device_name(torch.device("cpu")))
+    assert written == [f"{name}_{device}.csv" for name in tiny]
+    everything.main(["--device", "cpu", "--data", str(tmp_path), "--suites", "cross_entropy"])
+    assert "5 of 5 parts were in" in capsys.readouterr().out
+
+
+def test_one_list_of_shapes():
+    """What is measured by default is in the list that the tests use."""
+    training_step = importlib.import_module("benchmark.benchmark_training_step")
+    assert set(cross_entropy.VOCABS) <= {case.vocab for case in CASES}
+    assert set(linear.USUAL_SHAPES) <= {case.name for case in CASES}
+    assert {setup.head for setup in training_step.SETUPS.values()} <= set(CASES)
+
+
+def test_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--reduction", "mean", "--mode", "full")
+    assert "1/1" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -314,13 +315,13 @@ def test_bad_arguments_get_one_line_and_status_2(run, change, message):
     assert err.startswith("python -m liger")
 
 
-@pytest.mark.parametrize("arguments", [("table",), ("--nonsense",), ("explain",)])
+@pytest.mark.parametrize("arguments", [("table",), ("--nonsense",), ("explain",), ("bench",)])
 def test_bad_commands_get_one_line_and_status_2(run, arguments):
     status, out, err = run(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("explain", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("explain", "--help"), ("bench", "--help")])
 def test_help(run, arguments):
     text = answer(run, *arguments)
     if arguments[0] == "explain":
@@ -341,3 +342,102 @@ def test_as_a_module(shape, status, out, err):
     assert out in told.stdout
     assert told.stderr.startswith(err)
     assert told.stderr.count("\n") == bool(err)
+
+
+# Timing.
+
+HERE = {CE: ("--op", CE, "--shape", "6x40"), FLCE: ("--op", FLCE, "--shape", "6x40x8")}
+QUICK = ("bench", "--device", "cpu", "--seconds", "0.001")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("options", [(), ("--reduction", "none", "--ignored", "0.5"), ("--label-smoothing", "0.1")])
+def test_bench(run, op, options):
+    found = json.loads(answer(run, *QUICK, *HERE[op], *options, "--json"))
+    assert found["chosen"] == "torch"
+    assert (found["plan"] is None) == (op == CE)
+    assert found["ignored"] == (0.5 if "--ignored" in options else 0)
+    lines = {line["name"]: line for line in found["measured"]}
+    assert list(lines) == [*registry.backends(), "F.cross_entropy"]
+    assert lines["triton"]["ms"] is None
+    assert lines["triton"]["reasons"] == ["device cpu (supported: cuda, rocm; cpu with TRITON_INTERPRET=1)"]
+    for name in ("torch", "F.cross_entropy"):
+        assert lines[name]["ms"] > 0
+        assert lines[name]["reasons"] == []
+        assert (lines[name]["extra_mib"] is not None) == sys.platform.startswith("linux")
+
+
+def test_bench_for_people(run):
+    lines = answer(run, *QUICK, *HERE[FLCE], "--ignored", ".5").splitlines()
+    assert lines[0] == f"{FLCE} on cpu, float32, N=6, V=40, H=8, 50 % ignored"
+    ours, eager, decision, plan = lines[-4:]
+    assert re.fullmatch(r"  torch +[\d.]+ +[\d.]+  chosen", ours)
+    assert re.fullmatch(r"  F\.cross_entropy +[\d.]+ +[\d.]+", eager)
+    assert decision == "  -> torch (auto)"
+    assert plan.startswith("  plan: 1 chunk of up to 6 rows")
+
+
+def test_bench_counts_the_memory_of_the_logits(run):
+    if not sys.platform.startswith("linux"):
+        pytest.skip("memory of a process is measured on Linux only")
+    found = json.loads(answer(run, *QUICK, "--op", CE, "--shape", "1024x16384", "--json"))
+    eager = found["measured"][-1]
+    gradient_mib = 1024 * 16384 * 4 / 2**20
+    assert gradient_mib * 0.9 < eager["extra_mib"] < gradient_mib * 3
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS))
+def test_bench_takes_every_option(run, flag):
+    """What nothing can serve is an answer; what PyTorch's functions do not have is said."""
+    op = CE if flag in ("weight", "loss_dtype", "in_place") else FLCE
+    words = [word if flag != "accum_dtype" else word.replace("bfloat16", "float32") for word in FLAGS[flag][0]]
+    found = json.loads(answer(run, *QUICK, *HERE[op], "--json", *words))
+    ours, eager = found["measured"][-2:]
+    if flag in ("loss_dtype", "in_place"):
+        assert ours["ms"] is None
+        assert "is not supported" in ours["reasons"][0]
+    else:
+        assert ours["ms"] > 0
+    shared = flag in ("ignore_index", "reduction", "label_smoothing", "weight", "ce_weight", "bias")
+    assert eager["reasons"] == ([] if shared else [f"torch has no {flag}"])
+
+
+def test_bench_of_a_backend_that_fails_is_a_line(run, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("tried to allocate\n2 GiB")
+
+    monkeypatch.setattr("liger.bench.liger_cross_entropy", out_of_memory)
+    found = json.loads(answer(run, *QUICK, *HERE[CE], "--json"))
+    assert found["measured"][-2]["reasons"] == ["OutOfMemoryError: tried to allocate 2 GiB"]
+    assert found["measured"][-1]["ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", CE, "--shape", "0x8"), "shape must have at least one row to be timed, got (0, 8)"),
+        (("--op", CE, "--shape", "8x8x8"), "shape must be (N, V) of ints"),
+        ((*HERE[CE], "--ignored", "2"), "ignored must be in [0, 1], the share of rows that are ignored, got 2.0"),
+        ((*HERE[CE], "--seconds", "0"), "seconds must be a positive number, got 0.0"),
+        ((*HERE[CE], "--seconds", "nan"), "seconds must be a positive number, got nan"),
+        ((*HERE[CE], "--device", "cuda:9.0"), "'cuda:9.0' is not a device of this machine"),
+        ((*HERE[CE], "--device", "xpu"), "xpu: this machine has cpu"),
+        ((*HERE[CE], "--backend", "fast"), "backend must be one of auto, "),
+        ((*HERE[CE], "--softcap", "-1"), "softcap must be None or a number"),
+    ],
+)
+def test_bench_of_nonsense_gets_one_line_and_status_2(run, arguments, message):
+    status, out, err = run("bench", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_reader_that_stops_is_no_error():
+    """`python -m liger explain ... | head -0`, with an answer that fills the pipe."""
+    environment = os.environ | {"PYTHONPATH": str(Path(liger.__file__).parent.parent), "PYTHONUNBUFFERED": "1"}
+    question = [sys.executable, "-m", "liger", "explain", "--op", CE, *H200, "--shape", "8x16"]
+    read, write = os.pipe()
+    os.close(read)
+    told = subprocess.run(question, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (told.returncode, told.stderr) == (141, "")

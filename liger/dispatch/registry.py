@@ -102,10 +102,12 @@ class Explanation:
                     verdict, 116, initial_indent=f"  {backend:{width}}  ", subsequent_indent=" " * (width + 8)
                 )
             )
-        lines.append(f"  -> {self.chosen or 'nothing fits'} ({self.source})")
-        if self.plan is not None:
-            lines.append(f"  plan: {self.plan}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.footer()])
+
+    def footer(self) -> list[str]:
+        """The decision and the plan, a line each."""
+        plan = [] if self.plan is None else [f"  plan: {self.plan}"]
+        return [f"  -> {self.chosen or 'nothing fits'} ({self.source})", *plan]
 
 
 _table: list[Implementation] = []
