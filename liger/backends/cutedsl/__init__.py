@@ -53,7 +53,7 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
         return
     flat = tensor.view(-1)  # gradients of ours are contiguous, and as aligned as the allocator makes them
     with _on_device(tensor):
-        launch, processors = scale_on(tensor.device.index, dtype_name(tensor.dtype))
+        launch, processors = scale_on(tensor.device.index, dtype_name(tensor.dtype), dtype_name(factor.dtype))
         arguments = (flat.data_ptr(), flat.shape[0], factor.data_ptr())
         launch(arguments, SCALE_BLOCKS_PER_PROCESSOR * processors, _stream(tensor))
 

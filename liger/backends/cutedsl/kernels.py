@@ -347,7 +347,7 @@ class RowKernel:
                     if a.token_scaling != 0:
                         y = y if (y >= 0) & (y < a.vocab) else Int64(0)
                         target_logit = self._score(a, load(self.dtype, a.logits, row_start + y), self._cap(a))
-                for read in cutlass.range_constexpr(self.reads):
+                for _ in cutlass.range_constexpr(self.reads):
                     for piece in cutlass.range(p.pieces, unroll=1):
                         slot = position % layout.slots
                         arch.mbarrier_wait(p.empty + slot, (position // layout.slots + 1) & 1)
@@ -362,12 +362,17 @@ class RowKernel:
 
     @cute.jit
     def _copy(self, destination, source: Int64, vectors: Int32, barrier):
-        """Start a copy of whole vectors from device memory, whose bytes complete the barrier's phase."""
-        arch.mbarrier_arrive_and_expect_tx(barrier, vectors * VECTOR_BYTES)
-        arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[destination.toint(), source, vectors * VECTOR_BYTES, barrier.toint()],
-        )
+        """Start a copy from device memory, whose bytes complete the barrier's phase.
+
+        The last block's slice may be so much shorter than the others' that nothing is left for its last piece.
+        """
+        size = cutlass.max(vectors, 0) * VECTOR_BYTES
+        arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        if size > 0:
+            arch.inline_ptx(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                read_only_args=[destination.toint(), source, size, barrier.toint()],
+            )
 
     @cute.jit
     def _target(self, a, row: Int32):
@@ -717,8 +722,8 @@ class ScaleKernel:
 
     THREADS = 512
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = DTYPES[dtype]
+    def __init__(self, dtype: str, factor_dtype: str) -> None:
+        self.dtype, self.factor_dtype = DTYPES[dtype], DTYPES[factor_dtype]
         self.width = VECTOR_BYTES * 8 // self.dtype.width
 
     @cute.jit
@@ -729,7 +734,7 @@ class ScaleKernel:
     @cute.kernel
     def kernel(self, a: ScaleArguments):
         """Walk over the array, unless there is nothing to do."""
-        factor = load(Float32, a.factor)
+        factor = Float32(load(self.factor_dtype, a.factor))
         if factor != 1.0:
             self._scale(a, factor)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import warnings
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def rows_layout(row_bytes: int) -> Layout:
     if row_bytes <= 48 << 10:
         return _layout(1, 4, 4, 4)
     if row_bytes <= 72 << 10:
-        return _layout(1, 3, 8, 2)
+        return _layout(1, 3, 4, 4)
     for cluster in (1, 2, 4):
         if row_bytes <= cluster * (160 << 10):
             return _layout(cluster, 1, 16, 2)
@@ -98,15 +99,17 @@ def compiled_rows(variant: Variant, layout: Layout, arch: str, flags: str = "") 
 
 
 @cache
-def compiled_scale(dtype: str, arch: str, flags: str = "") -> Any:
-    """The kernel of `scale_` for arrays of a dtype, likewise."""
-    return _compile(ScaleKernel(dtype), SCALE_ARGUMENT_TYPES, arch, flags)
+def compiled_scale(dtype: str, factor_dtype: str, arch: str, flags: str = "") -> Any:
+    """The kernel of `scale_` for arrays and factors of these dtypes, likewise."""
+    return _compile(ScaleKernel(dtype, factor_dtype), SCALE_ARGUMENT_TYPES, arch, flags)
 
 
 def _compile(kernel: Any, types: Any, arch: str, flags: str) -> Any:
     """`types` is a tuple with names, so that the kernel sees the names; `flags` are the compiler's."""
     examples = type(types)(*(kind(0) for kind in types))
-    return cute.compile(kernel, examples, Int32(1), driver.CUstream(0), options=f"--gpu-arch {arch} {flags}")
+    with warnings.catch_warnings():  # whatever the compiler deprecates of itself
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cute.compile(kernel, examples, Int32(1), driver.CUstream(0), options=f"--gpu-arch {arch} {flags}")
 
 
 @cache
@@ -117,9 +120,8 @@ def rows_on(device: int, variant: Variant, layout: Layout) -> Ready:
 
 
 @cache
-def scale_on(device: int, dtype: str) -> Ready:
+def scale_on(device: int, dtype: str, factor_dtype: str) -> Ready:
     """The kernel of `scale_` on a device, which has to be the current one."""
-    function = compiled_scale(dtype, ARCHS[torch.cuda.get_device_capability(device)])
-    return Ready(
-        Launcher(function, SCALE_ARGUMENT_TYPES), torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    function = compiled_scale(dtype, factor_dtype, ARCHS[torch.cuda.get_device_capability(device)])
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Ready(Launcher(function, SCALE_ARGUMENT_TYPES), processors)
