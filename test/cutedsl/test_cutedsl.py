@@ -40,7 +40,7 @@ EVERYTHING = {
     "return_predicted_tokens": True,
     "use_token_scaling": True,
 }
-ONE_BY_ONE = [{}, {"class_weight": True}, *({name: value} for name, value in EVERYTHING.items())]
+ONE_BY_ONE = [{"label_smoothing": 0.1}, {"class_weight": True}, {"softcap": 30.0}, {"return_predicted_tokens": True}]
 
 
 class Launch(NamedTuple):
