@@ -29,6 +29,9 @@ bench: $(VENV)/.installed-bench ## measure this machine: time and memory of the 
 test: lint ## lint, types, and the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
+fuzz: $(VENV)/.installed-test ## the properties on examples that no run has seen yet (many minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --hypothesis-profile explore test/test_properties.py test/test_lives.py $(ARGS)
+
 lint: $(VENV)/.installed-test ## lint and types only
 	$(BIN)/ruff check
 	$(BIN)/mypy

@@ -614,7 +614,7 @@ def host_time() -> str:
     """Host time per call, as noted, and what this package's own decisions add up to."""
     rows = read(NOTED / "host_time_h200.csv")
     decisions = sum(float(row["us"]) for row in rows if row["what"].endswith(DISPATCH))
-    return _noted("host_time_h200") + f"\nThe first three parts together: {decisions:.0f} us.\n"
+    return _noted("host_time_h200") + f"\nCheck, request and choice together: {decisions:.0f} us.\n"
 
 
 def _noted(name: str) -> str:

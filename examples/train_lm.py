@@ -259,10 +259,10 @@ class Trainer:
         unfused = None
         if number % self.settings.check_every == 0:
             with torch.no_grad():
-                unfused = unfused_loss(*loss_inputs).item()
+                unfused = self.unfused_loss(*loss_inputs).item()
         self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip_gradients()
         lr = self.settings.lr * learning_rate_factor(number, self.settings.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_share"]
@@ -270,6 +270,14 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         return StepResult(loss.item(), unfused)
+
+    def unfused_loss(self, weight: Tensor, hidden: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss by way of all logits."""
+        return unfused_loss(weight, hidden, target)
+
+    def clip_gradients(self) -> None:
+        """Bring the norm of all gradients together down to 1."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     @torch.no_grad()
     def held_out_loss(self, held_out: Sequences) -> float:

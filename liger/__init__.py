@@ -12,6 +12,7 @@ from .modules import (
     LigerFusedLinearCrossEntropyLoss,
 )
 from .options import CrossEntropyOutput
+from .vocab_parallel import VocabParallel
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
     "UnsupportedError",
+    "VocabParallel",
     "explain",
     "liger_cross_entropy",
     "liger_fused_linear_cross_entropy",

@@ -28,6 +28,7 @@ from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
 from .functional import GIVEN_TENSORS
 from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
+from .vocab_parallel import VocabParallel
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOATING_DTYPES}
 SHAPES: dict[Op, tuple[int, ...]] = {
@@ -60,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Every field of `CrossEntropyOptions` is a flag of `explain`."""
+    """The command line. Every field of `CrossEntropyOptions` is a flag of `explain`, and of `bench` what one process can do."""
     top = _Parser(prog="python -m liger", description="What runs where on this machine, and why.", allow_abbrev=False)
     top.add_argument("--json", action="store_true", help="for programs")
     commands = top.add_subparsers(dest="command", title="commands")
@@ -87,11 +88,11 @@ def parser() -> argparse.ArgumentParser:
     measure.add_argument("--dtype", type=_dtype, help=f"{dtypes}; default: bfloat16, on a CPU float32")
     measure.add_argument("--ignored", type=float, default=0.0, help="share of ignored rows in [0, 1] (default: 0)")
     measure.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: 2)")
-    _add_call(measure)
+    _add_call(measure, without="vocab_parallel")  # which needs several processes
     return top
 
 
-def _add_call(command: argparse.ArgumentParser) -> None:
+def _add_call(command: argparse.ArgumentParser, without: str = "") -> None:
     """What describes a call, beside where it runs."""
     # SUPPRESS: a default here would overwrite what was given before the command.
     command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="for programs")
@@ -99,14 +100,16 @@ def _add_call(command: argparse.ArgumentParser) -> None:
     shapes = ", ".join(f"{'x'.join(SHAPE_LETTERS[op])} for {op}" for op in OPS)
     command.add_argument("--shape", required=True, type=_shape, help=f"{shapes}; such as 8192x128256")
     command.add_argument("--backend", help=f"as in a call: {', '.join(('auto', *backends()))}")
-    _add_options(command.add_argument_group("options", "as in a call"))
+    _add_options(command.add_argument_group("options", "as in a call"), without)
     _add_tensors(command.add_argument_group("tensors", "that the call would be given"))
 
 
-def _add_options(group: argparse._ArgumentGroup) -> None:
+def _add_options(group: argparse._ArgumentGroup, without: str) -> None:
     """One flag per option of a call. An option that is not given stays out of the namespace."""
     hints = get_type_hints(CrossEntropyOptions)
     for field in dataclasses.fields(CrossEntropyOptions):
+        if field.name == without:
+            continue
         flag, shared = "--" + field.name.replace("_", "-"), dict[str, Any](dest=field.name, default=argparse.SUPPRESS)
         if hints[field.name] is bool:
             group.add_argument(flag, action="store_true", **shared)
@@ -120,6 +123,8 @@ def _reader(hint: Any) -> tuple[Any, str]:
     kinds = {kind for kind in get_args(hint) or (hint,) if kind is not type(None)}
     if torch.dtype in kinds:
         return _dtype, "DTYPE"
+    if VocabParallel in kinds:
+        return int, "RANKS"
     for kind in (int, float):
         if kind in kinds:
             return kind, kind.__name__.upper()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import spec
 from .backends import RowKernels, linear, logits
+from .backends.split import SplitVocabulary
 from .call import Call, Gradients
 from .context import without_autocast
 from .dispatch import Implementation
@@ -42,6 +43,12 @@ def gradients_in_backward(
     return linear.backward(call, kernels, lse, grad_loss, index)
 
 
+def kernels_for(call: Call, implementation: Implementation) -> RowKernels:
+    """The kernels of an implementation, for as much of the vocabulary as the call's logits cover."""
+    kernels, split = implementation.kernels(), call.options.vocab_parallel
+    return kernels if split is None else SplitVocabulary(kernels, split)
+
+
 class LossFunction(torch.autograd.Function):
     """Forward and backward of every eager call."""
 
@@ -51,7 +58,7 @@ class LossFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The call's outputs; gradients for an upstream gradient of 1 are made here unless the recipe says later."""
         with without_autocast(input):
-            output, saved = losses(call, implementation.kernels())
+            output, saved = losses(call, kernels_for(call, implementation))
         if call.recipe.gradient_in_backward:
             ctx.save_for_backward(*call.tensors, *saved)
         else:
@@ -82,7 +89,8 @@ class LossFunction(torch.autograd.Function):
             if ctx.recipe.gradient_in_backward:
                 input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
                 call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
-                gradients = gradients_in_backward(call, ctx.implementation.kernels(), lse, index, grad_loss)
+                kernels = kernels_for(call, ctx.implementation)
+                gradients = gradients_in_backward(call, kernels, lse, index, grad_loss)
             else:
                 gradients = _saved_gradients(ctx, grad_loss)
         ctx.used = True

@@ -101,7 +101,8 @@ class Call:
     """A checked call, flattened to rows. N rows, V vocabulary, H hidden."""
 
     input: Tensor
-    """(N, V) logits, or (N, H) hidden states when `weight` is given."""
+    """(N, V) logits, or (N, H) hidden states when `weight` is given. With `vocab_parallel`: logits, weight and bias have
+    this rank's classes, and with `sequence_parallel` hidden states its tokens."""
     target: Tensor
     """(N,) int64 or int32."""
     weight: Tensor | None
@@ -109,7 +110,7 @@ class Call:
     bias: Tensor | None
     """(V,) of the head."""
     class_weight: Tensor | None
-    """(V,)"""
+    """(V,) of the whole vocabulary"""
     recipe: Recipe
     num_items: Tensor | None = None
     """() on the device of `input`: what the mean divides by; None is the valid rows."""
@@ -132,22 +133,30 @@ class Call:
     @property
     def rows(self) -> int:
         """N"""
-        return self.input.shape[0]
+        return self.target.shape[0]
 
     @property
     def vocab(self) -> int:
-        """V"""
+        """V, wherever its classes are."""
+        if self.options.vocab_parallel is not None:
+            return self.options.vocab_parallel.vocab_size
         return self.input.shape[1] if self.weight is None else self.weight.shape[0]
 
     def row_inputs(self) -> spec.RowInputs:
         """What the row kernels need beside the logits."""
-        weight, weight_sum = self.class_weight, None
+        weight, weight_sum, target_weight = self.class_weight, None, None
         dtype = spec.compute_dtype(self.recipe.logits_dtype)
         if weight is not None:
             weight = weight.detach().to(dtype).contiguous()
             weight_sum = weight.sum() if self.options.label_smoothing else None
+            target_weight = spec.target_weight(self.target, weight)
         divisors = spec.divisors(self.target, weight, self.options, dtype, self.num_items)
-        return spec.RowInputs(self.target, self.options, divisors, weight, weight_sum)
+        inputs = spec.RowInputs(self.target, self.options, divisors, weight, weight_sum, target_weight)
+        split = self.options.vocab_parallel
+        if split is None:
+            return inputs
+        own = None if weight is None else weight[split.start : split.start + split.classes]
+        return inputs._replace(class_weight=own, start=split.start, vocab=split.vocab_size)
 
     def request(self) -> Request:
         """The call without its tensors."""

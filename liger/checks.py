@@ -12,6 +12,7 @@ from . import spec
 from .context import autocast_dtype, may_wait, on_host
 from .dispatch import Op
 from .options import FLOATING_DTYPES, SCALES, CrossEntropyOptions, dtype_name, is_real
+from .vocab_parallel import VocabParallel, is_dtensor
 
 
 def check_tensors(
@@ -45,17 +46,24 @@ def check_tensors(
                 raise ValueError(f"target must be int64 or int32, got {dtype_name(tensor.dtype)}")
         elif tensor.dtype not in FLOATING_DTYPES:
             raise ValueError(f"{name} must be {', '.join(map(dtype_name, FLOATING_DTYPES))}, got {dtype_name(tensor.dtype)}")
-    if input.ndim == 0 or input.shape[-1] == 0:
+    split = options.vocab_parallel
+    may_be_empty = split is not None and split.width == 0
+    if input.ndim == 0 or (input.shape[-1] == 0 and not (may_be_empty and weight is None)):
         raise ValueError(f"input must have a non-empty last dimension, got shape {tuple(input.shape)}")
-    if target.shape != input.shape[:-1]:
+    shape = tuple(input.shape[:-1])
+    tokens = ""
+    if split is not None and split.sequence_parallel:
+        _check_sequence_parallel(op, input)
+        shape, tokens = (split.ranks * shape[0], *shape[1:]), f" and {split.ranks} times as many tokens"
+    if target.shape != shape:
         raise ValueError(
-            f"target must have input's shape without the last dimension, {tuple(input.shape[:-1])}, "
+            f"target must have input's shape without the last dimension{tokens}, {shape}, "
             f"got {tuple(target.shape)} (input {tuple(input.shape)})"
         )
     vocab = input.shape[-1]
     if weight is not None:
         vocab = weight.shape[0] if weight.ndim else 0
-        if weight.ndim != 2 or vocab == 0 or weight.shape[1] == 0:
+        if weight.ndim != 2 or (vocab == 0 and not may_be_empty) or weight.shape[1] == 0:
             raise ValueError(
                 f"weight must be (V, H), got shape {tuple(weight.shape)}: this looks like a sharded or freed parameter; "
                 "gather it, or call the loss inside the module that owns it"
@@ -65,6 +73,8 @@ def check_tensors(
                 f"weight must be (V, {input.shape[-1]}) to match input {tuple(input.shape)}, got {tuple(weight.shape)}"
             )
         _check_head_dtypes(input, weight, bias)
+    if split is not None:
+        _check_split(split, "input's last dimension" if weight is None else "weight's first dimension", vocab)
     for name, vector in (("bias", bias), (class_name, class_weight)):
         if vector is not None and vector.shape != (vocab,):
             raise ValueError(f"{name} must have shape ({vocab},), one element per class, got {tuple(vector.shape)}")
@@ -80,14 +90,40 @@ def check_tensors(
         _check_in_place(input)
 
 
+def _check_split(split: VocabParallel, what: str, width: int) -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "vocab_parallel must be None under torch.compile: its collectives would be hidden in an opaque operator; call "
+            "the loss outside of the compiled region, as with torch.compiler.disable"
+        )
+    if width != split.width:
+        all_classes = width >= split.vocab_size and split.ranks > 1
+        raise ValueError(
+            f"{what} must be this rank's stop - start = {split.width} classes of vocab_parallel, got {width}"
+            + (": the whole vocabulary has been gathered; pass the local part, or no vocab_parallel" if all_classes else "")
+        )
+
+
+def _check_sequence_parallel(op: Op, input: Tensor) -> None:
+    if op == "cross_entropy":
+        raise ValueError("sequence_parallel must be False for cross_entropy: logits hold all tokens of this rank's classes")
+    if input.ndim < 2:
+        raise ValueError(f"input must be (tokens, ..., H) with sequence_parallel, got shape {tuple(input.shape)}")
+
+
 def _check_tensor(name: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one")
-    if hasattr(tensor, "full_tensor"):
-        raise ValueError(f"{name} must be a plain torch.Tensor, got a DTensor: pass {name}.full_tensor() or .to_local()")
+    if is_dtensor(tensor):
+        raise ValueError(
+            f"{name} must be a plain torch.Tensor, got a DTensor, which does not tell what it is split for. If each rank "
+            "projects all tokens on its own classes (tensor parallel): vocab_parallel=VocabParallel.from_dtensor(head). If "
+            "ranks have different tokens (FSDP): liger.integrations.fsdp.gather_weight(head), since the gradient of "
+            f"full_tensor() is not reduced. Otherwise {name}.to_local()"
+        )
 
 
 def check_class_weight(name: str, weight: object) -> None:

@@ -13,6 +13,7 @@ from .checks import check_accum_dtype, check_num_items
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
 from .options import FLOATING_DTYPES, CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
+from .vocab_parallel import VocabParallel
 
 
 def liger_cross_entropy(
@@ -32,6 +33,7 @@ def liger_cross_entropy(
     return_predicted_tokens: bool = False,
     loss_dtype: torch.dtype | None = None,
     in_place: bool = False,
+    vocab_parallel: VocabParallel | None = None,
     backend: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
     r"""Cross entropy of logits with integer targets; the equations are in `liger.spec`.
@@ -53,6 +55,7 @@ def liger_cross_entropy(
         return_predicted_tokens: also return the arg max.
         loss_dtype: dtype of the loss; None is the input's (fp32 under autocast). Triton only.
         in_place: the gradient takes the logits' storage, and the graph becomes single-use. Triton only.
+        vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
         backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
@@ -79,6 +82,7 @@ def liger_cross_entropy(
         return_predicted_tokens=return_predicted_tokens,
         loss_dtype=loss_dtype,
         in_place=in_place,
+        vocab_parallel=vocab_parallel,
     )
     output = run(input, target, options, op="cross_entropy", class_weight=weight, num_items=num_items, backend=backend)
     return output if options.wants_extras else output.loss
@@ -104,6 +108,7 @@ def liger_fused_linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     use_token_scaling: bool = False,
     chunk_size: int | None = None,
+    vocab_parallel: VocabParallel | None = None,
     backend: str | None = None,
 ) -> Tensor | CrossEntropyOutput:
     r"""Cross entropy of `input @ weight.T + bias` without the full logits; the equations are in `liger.spec`.
@@ -128,6 +133,7 @@ def liger_fused_linear_cross_entropy(
         accum_dtype: dtype in which `weight`'s gradient is summed over chunks: its own, or fp32; None lets the plan choose.
         use_token_scaling: scale each row by the detached probability of its target.
         chunk_size: rows of logits that exist at once; None lets the plan choose.
+        vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
         backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
@@ -155,6 +161,7 @@ def liger_fused_linear_cross_entropy(
         accum_dtype=accum_dtype,
         use_token_scaling=use_token_scaling,
         chunk_size=chunk_size,
+        vocab_parallel=vocab_parallel,
     )
     output = run(
         input,
@@ -193,7 +200,8 @@ def explain(
         dtype: of the logits and, for fused_linear_cross_entropy, of the weight.
         shape: (N, V), or (N, V, H) for fused_linear_cross_entropy.
         backend: as in a call.
-        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True`, `num_items=True` for what that would be given.
+        options: as in a call, plus `weight=True`, `ce_weight=True`, `bias=True`, `num_items=True` for what that would be given;
+            `vocab_parallel` may be a number of ranks, and V is that of all of them.
 
     Returns:
         An `Explanation`. That nothing fits is an answer, not an error.
@@ -216,7 +224,12 @@ def explain(
     for name, value in given.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False: whether the tensor would be given, got {type(value).__name__}")
-    tensors = tuple((name, True) for name, value in given.items() if value)
+    split = options.pop("vocab_parallel", None)
+    ranks = split.ranks if isinstance(split, VocabParallel) else split
+    if ranks is not None and (type(ranks) is not int or ranks < 1):
+        raise ValueError(f"vocab_parallel must be None, a VocabParallel or a number of ranks, got {split!r}")
+    facts: tuple[tuple[str, Any], ...] = tuple((name, True) for name, value in given.items() if value)
+    facts += () if ranks is None else (("vocab_parallel", ranks),)
     known = CrossEntropyOptions.__dataclass_fields__
     unknown = [name for name in options if name not in known]
     if unknown:
@@ -227,7 +240,7 @@ def explain(
     if op == "fused_linear_cross_entropy":
         check_accum_dtype(checked.accum_dtype, dtype)
     info = _device_of(device)
-    explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + tensors), backend)
+    explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + facts), backend)
     if op == "cross_entropy" or explanation.chosen is None:
         return explanation
     plan = linear.make_plan(
@@ -238,6 +251,7 @@ def explain(
         chunk_size=checked.chunk_size,
         accum_dtype=checked.accum_dtype,
         recompute=gradient_waits(checked, dtype),
+        ranks=ranks or 1,
     )
     return Explanation(explanation.request, explanation.rows, explanation.chosen, explanation.source, plan)
 

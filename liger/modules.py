@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .checks import check_class_weight
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
+from .vocab_parallel import VocabParallel
 
 
 class _Loss(nn.Module):
@@ -47,6 +48,7 @@ class LigerCrossEntropyLoss(_Loss):
         loss_dtype: torch.dtype | None = None,
         in_place: bool = False,
         logit_scale: float = 1.0,
+        vocab_parallel: VocabParallel | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -65,6 +67,7 @@ class LigerCrossEntropyLoss(_Loss):
             loss_dtype=loss_dtype,
             in_place=in_place,
             logit_scale=logit_scale,
+            vocab_parallel=vocab_parallel,
         )
 
     def forward(
@@ -107,6 +110,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return_predicted_tokens: bool = False,
         chunk_size: int | None = None,
         logit_scale: float = 1.0,
+        vocab_parallel: VocabParallel | None = None,
         backend: str | None = None,
     ) -> None:
         super().__init__()
@@ -126,6 +130,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
             return_predicted_tokens=return_predicted_tokens,
             chunk_size=chunk_size,
             logit_scale=logit_scale,
+            vocab_parallel=vocab_parallel,
         )
 
     def forward(

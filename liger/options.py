@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .vocab_parallel import VocabParallel
+
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = ("mean", "sum", "none")
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -62,6 +64,8 @@ class CrossEntropyOptions:
     """Scale each row by the detached probability of its target (FLCE only)."""
     chunk_size: int | None = None
     """Rows of logits that exist at once (FLCE only, >= 1); None lets the plan choose."""
+    vocab_parallel: VocabParallel | None = None
+    """This rank's part of a vocabulary that is split over a process group; None: all of it is here."""
 
     def __post_init__(self) -> None:
         _require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int of 64 bits")
@@ -84,10 +88,21 @@ class CrossEntropyOptions:
             _require(dtype is None or floating, name, dtype, "None or a floating-point torch.dtype")
         size = self.chunk_size
         _require(size is None or (_is_int(size) and size >= 1), "chunk_size", size, "None or an int >= 1")
+        split = self.vocab_parallel
+        _require(split is None or isinstance(split, VocabParallel), "vocab_parallel", split, "None or a VocabParallel")
 
     def nondefault(self) -> tuple[tuple[str, Any], ...]:
-        """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it."""
-        return tuple([(name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default])
+        """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it.
+
+        Of `vocab_parallel` the number of ranks: what remembers a decision should not hold process groups.
+        """
+        pairs = [(name, value) for name, default in _DEFAULTS if (value := getattr(self, name)) != default]
+        return tuple([(name, value.ranks if name == "vocab_parallel" else value) for name, value in pairs])
+
+    @property
+    def keeps_log_p(self) -> bool:
+        """Whether the log probability of each row's target is kept: over a split vocabulary no rank alone finds it again."""
+        return self.use_token_scaling and self.vocab_parallel is not None
 
     @property
     def wants_prediction(self) -> bool:

@@ -35,9 +35,19 @@ def run(
         ValueError: a tensor, an option or a backend is not usable; nothing has been launched.
         UnsupportedError: no backend can serve the call.
     """
+    split = options.vocab_parallel
+    if split is not None:
+        shared = 0 if split.sequence_parallel else None
+        input = split.local("input", input, -1 if weight is None else shared)
+        target = split.local("target", target, None)
+        weight = None if weight is None else split.local("weight", weight, 0)
+        bias = None if bias is None else split.local("bias", bias, 0)
+        class_weight = None if class_weight is None else split.local("class weights", class_weight, 0)
     check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = torch.compiler.is_compiling()
     check_num_items(num_items, options)
+    if split is not None and class_weight is not None:
+        class_weight = split.gather_classes(class_weight)
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     rows_of = target if target.ndim == 1 else target.reshape(-1)

@@ -61,21 +61,28 @@ class Divisors(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What the row kernels need beside the logits. n rows; V vocabulary."""
+    """What the row kernels need beside the logits. n rows; V vocabulary, of which the logits may cover a part."""
 
     target: Tensor
-    """(n,) int64 or int32, any stride."""
+    """(n,) int64 or int32, any stride; ids of the whole vocabulary."""
     options: CrossEntropyOptions
     divisors: Divisors | None = None
     """None: both are 1."""
     class_weight: Tensor | None = None
-    """(V,) in the compute dtype, contiguous."""
+    """Of the classes that the logits cover, in the compute dtype, contiguous."""
     class_weight_sum: Tensor | None = None
-    """0-D sum of `class_weight`."""
+    """0-D sum of the class weights of the whole vocabulary, with label smoothing."""
+    target_weight: Tensor | None = None
+    """(n,) w_y, contiguous: the target's class may lie in another part; given when `class_weight` is."""
+    start: int = 0
+    """Id of the first class that the logits cover."""
+    vocab: int | None = None
+    """V; None: the logits cover all of it."""
 
     def select(self, rows: slice | Tensor) -> RowInputs:
         """The same inputs for a slice, or an index, of the rows."""
-        return self._replace(target=self.target[rows])
+        weight = None if self.target_weight is None else self.target_weight[rows]
+        return self._replace(target=self.target[rows], target_weight=weight)
 
 
 class RowResults(NamedTuple):
@@ -88,7 +95,8 @@ class RowResults(NamedTuple):
     predicted: Tensor | None
     """(n,) int64, the arg max; -1 where ignored."""
     lse: Tensor | None
-    """(2, n) compute dtype: the row's maximum m, and log sum exp(s - m)."""
+    """(2, n) compute dtype: the row's maximum m, and log sum exp(s - m). With use_token_scaling over a vocabulary that is
+    split over GPUs (3, n): log p_y as well, which only one of them could find again."""
 
     @staticmethod
     def empty(n: int, like: Tensor, options: CrossEntropyOptions, keep_lse: bool) -> RowResults:
@@ -99,8 +107,14 @@ class RowResults(NamedTuple):
             loss=new(n, dtype=dtype),
             z_loss=new(n, dtype=dtype) if options.return_z_loss else None,
             predicted=new(n, dtype=torch.int64) if options.wants_prediction else None,
-            lse=new(2, n, dtype=dtype) if keep_lse else None,
+            lse=new(2 + options.keeps_log_p, n, dtype=dtype) if keep_lse else None,
         )
+
+    def copy_(self, rows: RowResults) -> None:
+        """Take over what is wanted of the same rows."""
+        for into, value in zip(self, rows, strict=True):
+            if into is not None and value is not None:
+                into.copy_(value)
 
     def narrow(self, rows: slice) -> RowResults:
         """Views of a range of the rows."""
@@ -126,11 +140,11 @@ class RowStats(NamedTuple):
     """Statistics of rows over a range of the vocabulary: they combine across ranges, so a vocabulary may be split."""
 
     maximum: Tensor
-    """(n,) m, the largest s."""
+    """(n,) m, the largest s; the lowest finite number if all are -inf, so that such a range carries no mass."""
     sum_exp: Tensor
     """(n,) sum of exp(s - m)."""
     target_logit: Tensor
-    """(n,) s_y - m; NaN where the target is out of range."""
+    """(n,) s_y - m; NaN where the target is not in the range."""
     weighted_sum: Tensor | None
     """(n,) sum of w_v (s_v - m), only with label smoothing."""
     argmax: Tensor | None
@@ -140,6 +154,43 @@ class RowStats(NamedTuple):
     def lse(self) -> Tensor:
         """(2, n): m and log sum exp(s - m)."""
         return torch.stack((self.maximum, self.sum_exp.log()))
+
+    @staticmethod
+    def of_nothing(n: int, like: Tensor, options: CrossEntropyOptions) -> RowStats:
+        """Statistics of n rows over an empty range, on the device of `like`: they change no others."""
+        new, dtype = like.new_full, compute_dtype(like.dtype)
+        return RowStats(
+            maximum=new((n,), torch.finfo(dtype).min, dtype=dtype),
+            sum_exp=new((n,), 0, dtype=dtype),
+            target_logit=new((n,), torch.nan, dtype=dtype),
+            weighted_sum=new((n,), 0, dtype=dtype) if options.label_smoothing else None,
+            argmax=new((n,), 0, dtype=torch.int64) if options.wants_prediction else None,
+        )
+
+    def combine(self, weight_sum: Tensor | None) -> RowStats:
+        """Statistics over the whole vocabulary from those of its ranges, which are (ranges, n) here.
+
+        Args:
+            weight_sum: (ranges, n) sum of the class weights of each range, with label smoothing.
+        """
+        maximum = self.maximum.amax(0)
+        shift = self.maximum - maximum
+        found = ~self.target_logit.isnan()
+        target_logit = torch.where(found, self.target_logit + shift, 0).sum(0)
+        weighted_sum = argmax = None
+        if self.weighted_sum is not None and weight_sum is not None:
+            moved = torch.where(weight_sum != 0, weight_sum * shift, 0)  # an empty range is infinitely far below
+            weighted_sum = (self.weighted_sum + moved).sum(0)
+        if self.argmax is not None:
+            argmax = torch.where(shift == 0, self.argmax.long(), torch.iinfo(torch.int64).max).amin(0)
+            argmax = torch.where(maximum.isnan(), 0, argmax)  # where nothing is the largest
+        return RowStats(
+            maximum,
+            (self.sum_exp * shift.exp()).sum(0),
+            torch.where(found.any(0), target_logit, torch.nan),
+            weighted_sum,
+            argmax,
+        )
 
 
 def divisors(
@@ -160,20 +211,26 @@ def divisors(
     count = valid.sum(dtype=dtype)
     if class_weight is None:
         return Divisors(count, count)
-    index, in_range = _safe_index(target, class_weight.shape[0])
-    mass = torch.where(valid & in_range, class_weight[index], 0)
+    _, in_range = _safe_index(target, class_weight.shape[0])
+    mass = torch.where(valid & in_range, target_weight(target, class_weight), 0)
     return Divisors(mass.sum(dtype=dtype), count)
 
 
+def target_weight(target: Tensor, class_weight: Tensor) -> Tensor:
+    """(N,) w_y of each row; any number where the target is out of range. `class_weight` (V,) of the whole vocabulary."""
+    return class_weight[_safe_index(target, class_weight.shape[0])[0]]
+
+
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
-    """Statistics of each row. `logits` (n, V)."""
+    """Statistics of each row over the classes that `logits` (n, classes) cover."""
     s = _capped(logits, inputs.options)
-    index, in_range = _safe_index(inputs.target, s.shape[1])
+    index, in_range = _safe_index(inputs.target, s.shape[1], inputs.start)
     if inputs.options.wants_prediction:
         argmax = s.argmax(-1)
         maximum = s.gather(1, argmax[:, None])[:, 0]
     else:
         argmax, maximum = None, s.amax(-1)
+    maximum = maximum.clamp(min=torch.finfo(maximum.dtype).min)
     shifted = s - maximum[:, None]
     target_logit = torch.where(in_range, shifted.gather(1, index[:, None])[:, 0], torch.nan)
     weighted_sum = None
@@ -189,7 +246,7 @@ def row_loss(stats: RowStats, vocab: int, inputs: RowInputs) -> RowResults:
     valid = inputs.target != options.ignore_index
     log_sum = stats.sum_exp.log()
     nll = log_sum - stats.target_logit
-    core = (1 - options.label_smoothing) * _target_weight(inputs, vocab) * nll
+    core = (1 - options.label_smoothing) * _target_weight(inputs) * nll
     if stats.weighted_sum is not None:
         core = core + options.label_smoothing / vocab * (_weight_sum(inputs, vocab) * log_sum - stats.weighted_sum)
     lse = stats.maximum + log_sum
@@ -201,7 +258,7 @@ def row_loss(stats: RowStats, vocab: int, inputs: RowInputs) -> RowResults:
         loss=torch.where(valid, t * core * inverse.core, 0) + z_loss,
         z_loss=z_loss if options.return_z_loss else None,
         predicted=None if stats.argmax is None else torch.where(valid, stats.argmax, -1),
-        lse=stats.lse,
+        lse=torch.cat((stats.lse, -nll[None])) if options.keeps_log_p else stats.lse,
     )
 
 
@@ -209,15 +266,16 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     """Gradient of (the sum of) the rows' losses with respect to the logits, in the compute dtype.
 
     Args:
-        logits: (n, V).
+        logits: (n, classes).
         inputs: of the same n rows.
-        lse: (2, n) as in `RowResults`.
+        lse: (2, n) as in `RowResults`, over the whole vocabulary.
         grad_loss: (n,) upstream gradient of each row's loss; None is 1.
     """
-    options, vocab = inputs.options, logits.shape[1]
+    options, vocab = inputs.options, inputs.vocab or logits.shape[1]
     e, k = options.label_smoothing, options.lse_square_scale
     s = _capped(logits, options)
-    index, in_range = _safe_index(inputs.target, vocab)
+    index, here = _safe_index(inputs.target, logits.shape[1], inputs.start)
+    _, in_range = _safe_index(inputs.target, vocab)
     valid = inputs.target != options.ignore_index
     inverse = _inverse_divisors(inputs.divisors)
 
@@ -228,12 +286,11 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     if options.logit_scale != 1:
         t = t * options.logit_scale
     t = torch.where(in_range, t, torch.nan)
-    target_weight = _target_weight(inputs, vocab)
-    b = t * inverse.core * (1 - e) * target_weight
+    b = t * inverse.core * (1 - e) * _target_weight(inputs)
     d = t * inverse.core * (e / vocab)
     a = b + d * _weight_sum(inputs, vocab) + t * inverse.z * (2 * k) * (lse[0] + lse[1])
 
-    grad = p.mul_(a[:, None]).scatter_add_(1, index[:, None], -b[:, None])
+    grad = p.mul_(a[:, None]).scatter_add_(1, index[:, None], torch.where(here, -b, 0)[:, None])
     if e:
         grad -= d[:, None] if inputs.class_weight is None else d[:, None] * inputs.class_weight
     if options.softcap is not None:
@@ -270,16 +327,15 @@ def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
     return x if options.softcap is None else torch.tanh(x / options.softcap).mul_(options.softcap)
 
 
-def _safe_index(target: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """An int64 index that never leaves [0, V), and where the target was in range by itself."""
-    in_range = (target >= 0) & (target < vocab)
-    return torch.where(in_range, target, 0).long(), in_range
+def _safe_index(target: Tensor, classes: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Int64 columns of the targets among classes [start, start + classes), never others, and where there was one."""
+    column = target.long() - start if start else target
+    in_range = (column >= 0) & (column < classes)
+    return torch.where(in_range, column, 0).long(), in_range
 
 
-def _target_weight(inputs: RowInputs, vocab: int) -> Tensor | float:
-    if inputs.class_weight is None:
-        return 1.0
-    return inputs.class_weight[_safe_index(inputs.target, vocab)[0]]
+def _target_weight(inputs: RowInputs) -> Tensor | float:
+    return 1.0 if inputs.target_weight is None else inputs.target_weight
 
 
 def _weight_sum(inputs: RowInputs, vocab: int) -> Tensor | float:

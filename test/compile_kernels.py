@@ -55,7 +55,8 @@ def launches_of(dtype: torch.dtype, vocab: int, options: CrossEntropyOptions, *,
     target = torch.zeros(2, dtype=torch.int32 if strided else torch.int64)
     weight = torch.ones(vocab) if options.label_smoothing else None
     divisors = spec.divisors(target, weight, options, torch.float32)
-    inputs = spec.RowInputs(target, options, divisors, weight, None if weight is None else weight.sum())
+    sums = (None, None) if weight is None else (weight.sum(), torch.ones(2))
+    inputs = spec.RowInputs(target, options, divisors, weight, *sums)
     results = spec.RowResults.empty(2, logits, options, keep_lse=True)
     backend.rows(logits, inputs, results, logits)
     backend.rows(logits, inputs, results, None)

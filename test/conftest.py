@@ -19,6 +19,8 @@ from recipes import pytest_addoption, pytest_configure  # noqa: F401 - pytest fi
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from ranks import World
+
 import liger
 from liger.dispatch import OPS, Implementation, Request, device_info, table
 from liger.options import CrossEntropyOptions
@@ -196,6 +198,22 @@ def pytest_runtest_setup(item):
     for subject in parameters:
         if isinstance(subject, Subject):
             subject.needs()
+
+
+GROUPS = {
+    "two": ([2, 3], 60),  # of a 2 x 2 mesh, so that a rank of the group is not its global rank
+    "three": ([1, 2, 3], 60),
+    "fragile": ([0, 1], 3),
+}
+"""name -> (global ranks, seconds after which a collective gives up)"""
+
+
+@pytest.fixture(scope="session")
+def world():
+    """Four processes that talk over gloo."""
+    made = World(4, GROUPS)
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/autograd.py"
 
 MATHEMATICS = (
-    Mutant("drop the one-hot", SPEC, ".scatter_add_(1, index[:, None], -b[:, None])", ""),
+    Mutant("drop the one-hot", SPEC, ".scatter_add_(1, index[:, None], torch.where(here, -b, 0)[:, None])", ""),
     Mutant("double the scale", SPEC, "t = torch.where(in_range, t, torch.nan)", "t = torch.where(in_range, 2 * t, torch.nan)"),
     Mutant(
         "divide by all rows",

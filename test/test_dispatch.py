@@ -117,6 +117,7 @@ NONDEFAULT = {
     "accum_dtype": torch.float32,
     "use_token_scaling": True,
     "chunk_size": 16,
+    "vocab_parallel": 2,
     "weight": True,
     "bias": True,
     "ce_weight": True,

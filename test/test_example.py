@@ -448,3 +448,29 @@ def test_module_docstring_is_the_help(capsys: pytest.CaptureFixture[str]):
         train_lm.main(["--help"])
     assert stop.value.code == 0
     assert textwrap.dedent(train_lm.__doc__ or "").splitlines()[0] in capsys.readouterr().out
+
+
+def test_a_split_head_trains_like_a_whole_one(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The same losses at every step, of the batch and of the held-out text, in six decimals; in float64."""
+    script, curve = SCRIPT.with_name("train_tp.py"), tmp_path / "curve.png"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    settings = [*SMALL_RUN, "--check-every", "1", "--dtype", "float64"]
+    arguments = ["--text", str(text_file), *settings, "--out", str(curve)]
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run([*launcher, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert "head of 400 rows over 2 processes: [(0, 200), (200, 400)]" in finished.stdout
+    assert finished.stdout.count("training loss") == 1
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    assert train_lm.main(arguments) == 0
+    without_rounding = [re.sub(r"difference \S+;", "", line) for line in step_lines(capsys.readouterr().out)]
+    assert [re.sub(r"difference \S+;", "", line) for line in step_lines(finished.stdout)] == without_rounding
+    assert len(without_rounding) == 6
+
+
+@pytest.mark.parametrize("flags", [["--tied"], ["--dtype", "float16"]])
+def test_what_a_split_head_cannot_do_is_said(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    import train_tp
+
+    assert train_tp.main(flags) == 2
+    assert capsys.readouterr().err.startswith(f"error: {' '.join(flags)} is not possible")

@@ -213,24 +213,25 @@ SIGNATURES = {
     "liger_cross_entropy": (
         "(input, target, weight=None, *, ignore_index=-100, reduction='mean', label_smoothing=0.0, "
         "lse_square_scale=0.0, softcap=None, logit_scale=1.0, num_items=None, return_z_loss=False, "
-        "return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None, in_place=False, backend=None)"
+        "return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None, in_place=False, "
+        "vocab_parallel=None, backend=None)"
     ),
     "liger_fused_linear_cross_entropy": (
         "(input, weight, target, bias=None, ce_weight=None, *, ignore_index=-100, reduction='mean', "
         "label_smoothing=0.0, lse_square_scale=0.0, softcap=None, logit_scale=1.0, num_items=None, return_z_loss=False, "
         "return_token_accuracy=False, return_predicted_tokens=False, accum_dtype=None, use_token_scaling=False, "
-        "chunk_size=None, backend=None)"
+        "chunk_size=None, vocab_parallel=None, backend=None)"
     ),
     "LigerCrossEntropyLoss": (
         "(weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, "
         "return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None, "
-        "in_place=False, logit_scale=1.0, backend=None)"
+        "in_place=False, logit_scale=1.0, vocab_parallel=None, backend=None)"
     ),
     "LigerCrossEntropyLoss.forward": "(self, input, target, *, num_items=None)",
     "LigerFusedLinearCrossEntropyLoss": (
         "(ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', "
         "softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, "
-        "return_predicted_tokens=False, chunk_size=None, logit_scale=1.0, backend=None)"
+        "return_predicted_tokens=False, chunk_size=None, logit_scale=1.0, vocab_parallel=None, backend=None)"
     ),
     "LigerFusedLinearCrossEntropyLoss.forward": "(self, lin_weight, input, target, bias=None, *, num_items=None)",
     "LigerCrossEntropyFunction.apply": (
@@ -256,6 +257,7 @@ PUBLIC = (
     "LigerFusedLinearCrossEntropyFunction",
     "LigerFusedLinearCrossEntropyLoss",
     "UnsupportedError",
+    "VocabParallel",
     "explain",
     "liger_cross_entropy",
     "liger_fused_linear_cross_entropy",

@@ -123,7 +123,7 @@ def call_with(subject, name):
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_option_has_a_value_to_try(op):
-    assert set(option_names(op)) <= set(VALUES)
+    assert set(option_names(op)) <= set(VALUES) | {"vocab_parallel"}  # which test_vocab_parallel.py tries
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -197,25 +197,25 @@ def test_statistics_of_a_split_vocabulary_combine(ce):
 
     def stats(start, stop):
         part = w[start:stop].contiguous()
-        rows = spec.RowInputs(inputs.target - start, options, None, part, part.sum())
+        rows = spec.RowInputs(inputs.target, options, None, part, w.sum(), start=start, vocab=50)
         return kernels.row_stats(inputs.input[:, start:stop], rows)
 
     parts = [stats(0, 20), stats(20, 50)]
-    m = torch.stack([part.maximum for part in parts]).amax(0)
-    sum_exp = sum(part.sum_exp * (part.maximum - m).exp() for part in parts)
-    target = sum((part.target_logit + part.maximum - m).nan_to_num(0) for part in parts)
+    together = spec.RowStats._make(map(torch.stack, zip(*parts, strict=True)))
+    together = together._replace(argmax=together.argmax + torch.tensor([[0], [20]], device=w.device))
+    weight_sums = torch.stack([w[:20].sum(), w[20:].sum()])[:, None].expand(2, 4)
+    combined = together.combine(weight_sums)
     truth, own = ce.expected(replace(inputs, class_weight=None), reduction="none")
-    assert_within_budget(sum_exp.log() - target, truth.outcome.output.loss, own.outcome.output.loss, ce.finest)
+    nll = combined.sum_exp.log() - combined.target_logit
+    assert_within_budget(nll, truth.outcome.output.loss, own.outcome.output.loss, ce.finest)
     in_first = inputs.target < 20
     assert torch.equal(parts[0].target_logit.isnan(), ~in_first)
     assert torch.equal(parts[1].target_logit.isnan(), in_first)
-    best = torch.where(parts[0].maximum >= parts[1].maximum, parts[0].argmax, parts[1].argmax + 20)
-    assert torch.equal(best, inputs.input.argmax(-1))
-    weighted = sum(p.weighted_sum + (p.maximum - m) * x.sum() for p, x in zip(parts, (w[:20], w[20:]), strict=True))
+    assert torch.equal(combined.argmax, inputs.input.argmax(-1))
     whole = stats(0, 50)
     shifted = (inputs.input.double() - inputs.input.double().amax(1, keepdim=True)) @ w.double()
     assert_within_budget(whole.weighted_sum, shifted, _float_weighted_sum(inputs.input, w), ce.finest)
-    assert_within_budget(weighted, shifted, _float_weighted_sum(inputs.input, w), ce.finest)
+    assert_within_budget(combined.weighted_sum, shifted, _float_weighted_sum(inputs.input, w), ce.finest)
 
 
 def _float_weighted_sum(logits, w):

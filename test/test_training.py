@@ -79,13 +79,14 @@ def transformer(loss, device="cpu"):
         return Transformer(loss).to(device)
 
 
-SIZES = {"cpu": ((2, 3), (3, 2), (4, 5), (3, 7)), "cuda": ((8, 24), (16, 12), (12, 32), (12, 20))}
+SMALL, LARGE = ((2, 3), (3, 2), (4, 5), (3, 7)), ((8, 24), (16, 12), (12, 32), (12, 20))
+SIZES = {"cpu": SMALL, "cuda": LARGE}
 
 
-def batches(steps, device="cpu"):
+def batches(steps, device="cpu", sizes=None):
     """(tokens, target) of a rule that can be learned, of several sizes in turn; every fourth target is ignored."""
     generator = torch.Generator().manual_seed(0)
-    for size in itertools.islice(itertools.cycle(SIZES[device]), steps):
+    for size in itertools.islice(itertools.cycle(sizes or SIZES[device]), steps):
         tokens = torch.randint(VOCAB, size, generator=generator)
         target = (5 * tokens + 3) % VOCAB
         target.flatten()[::4] = -100
@@ -197,12 +198,12 @@ def test_a_compiled_transformer_trains_as_an_eager_one(loss, fresh_dynamo):
 @functools.cache
 def torch_curve(device, dtype, autocast):
     """200 steps with torch's own loss."""
-    return train(transformer(TorchLoss(), device).to(dtype), batches(200, device), autocast=autocast)
+    return train(transformer(TorchLoss(), device).to(dtype), batches(200, device, LARGE), autocast=autocast)
 
 
-@pytest.mark.gpu
 @tracing
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # asks for less precision
+@pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # of the transformer's attention
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize(
     ("autocast", "mode"), [(BF16, "default"), (BF16, "reduce-overhead"), (None, "default")], ids=str
@@ -213,17 +214,17 @@ def test_200_compiled_steps_follow_the_eager_ones(loss, fresh_dynamo, autocast, 
     What that may do is measured with torch's own loss: how far its eager curve in bf16 strays from the one in fp32, and
     that in fp32 from float64's. Other roundings may stray twice as far.
     """
-    if loss.device == "cpu":
-        pytest.skip("200 steps of a compiled transformer are for a GPU")
+    if loss.interpreted or (loss.device == "cpu" and (autocast, mode) != (BF16, "default")):
+        pytest.skip("200 steps of a compiled transformer take long: one kind of them is enough on a CPU")
 
     truth = torch_curve(loss.device, F32 if autocast else F64, None)
     theirs = torch_curve(loss.device, F32, autocast)
-    data = list(batches(200, loss.device))
+    data = list(batches(200, loss.device, LARGE))
     eager = train(transformer(module_of(loss), loss.device), data, autocast=autocast)
     traced = transformer(module_of(loss), loss.device)
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(traced, fullgraph=True, mode=mode)
-    curve = train(traced, data, forward=compiled, autocast=autocast, warm_up=3 * len(SIZES[loss.device]))
+    curve = train(traced, data, forward=compiled, autocast=autocast, warm_up=3 * len(LARGE))
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     rounding = torch.finfo(autocast or F32).eps / 2 * truth.max()
     noise = (theirs - truth).abs().max() + rounding

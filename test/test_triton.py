@@ -69,7 +69,7 @@ def test_row_stats_match_the_spec_and_combine_over_a_split_vocabulary(weighted, 
 
     def inputs(part: slice) -> spec.RowInputs:
         w = None if weight is None else weight[part].contiguous()
-        return spec.RowInputs(target - part.start, options, None, w, None if w is None else w.sum())
+        return spec.RowInputs(target, options, None, w, None if weight is None else weight.sum(), start=part.start, vocab=vocab)
 
     parts = [slice(0, cut), slice(cut, vocab)]
     got = [backend.row_stats(logits[:, part], inputs(part)) for part in parts]

@@ -35,7 +35,16 @@ class RowKernels(Protocol):
 
 
 LOSS = frozenset(
-    {"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"}
+    {
+        "ignore_index",
+        "reduction",
+        "label_smoothing",
+        "lse_square_scale",
+        "softcap",
+        "logit_scale",
+        "num_items",
+        "vocab_parallel",
+    }
 )
 EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
@@ -105,8 +114,9 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
-    _cutedsl("cross_entropy", CROSS_ENTROPY),
-    _cutedsl("fused_linear_cross_entropy", LINEAR),
+    # A rank's part of a split vocabulary need not be whole vectors long, which a request does not tell.
+    _cutedsl("cross_entropy", CROSS_ENTROPY - {"vocab_parallel"}),
+    _cutedsl("fused_linear_cross_entropy", LINEAR - {"vocab_parallel"}),
     _triton("cross_entropy", CROSS_ENTROPY | {"loss_dtype", "in_place"}),
     _triton("fused_linear_cross_entropy", LINEAR),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.

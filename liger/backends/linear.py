@@ -21,6 +21,7 @@ from ..spec import RowResults, compute_dtype
 
 if TYPE_CHECKING:
     from ..call import Call, Gradients
+    from ..vocab_parallel import VocabParallel
     from . import RowKernels
 
 GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
@@ -62,6 +63,13 @@ class Plan:
     """The logits slab, the only one."""
     peak_bytes: int
     """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
+    ranks: int = 1
+    """Among how many the vocabulary is split; bytes are those of one."""
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype in which the ranks sum the input's gradient: of few parts a half-precision one, as with few chunks."""
+        return self.gemm_dtype if self.ranks <= FEW_CHUNKS else compute_dtype(self.gemm_dtype)
 
     def spans(self, rows: int) -> Iterator[slice]:
         """Ranges of `chunk_rows` rows, ceil(rows / chunk_rows) of them; a short rest shares with the chunk before it."""
@@ -82,9 +90,10 @@ class Plan:
     def __str__(self) -> str:
         when = "gradients in backward" if self.recompute else "gradients in forward"
         gemm, accum = dtype_name(self.gemm_dtype), dtype_name(self.accum_dtype)
+        ranks = f"input gradient summed over {self.ranks} ranks in {dtype_name(self.sum_dtype)}, " if self.ranks > 1 else ""
         return (
             f"{self.chunks} chunk{'' if self.chunks == 1 else 's'} of up to {self.chunk_rows} rows, {gemm} GEMMs, "
-            f"weight gradient summed in {accum}, {when}; "
+            f"weight gradient summed in {accum}, {ranks}{when}; "
             f"slab {self.slab_bytes / MIB:.1f} MiB, predicted peak {self.peak_bytes / MIB:.1f} MiB"
         )
 
@@ -98,6 +107,7 @@ def make_plan(
     chunk_size: int | None,
     accum_dtype: torch.dtype | None,
     recompute: bool,
+    ranks: int = 1,
 ) -> Plan:
     """The plan for `shape` (N, V, H).
 
@@ -105,22 +115,25 @@ def make_plan(
         dtype: of the projections, before what the device imposes.
         weight_dtype: of the caller's weight, which its gradient is returned in.
         recompute: whether gradients are made in backward.
+        ranks: among how many the vocabulary is split. They have to agree on the chunks, so these come from V; and one's
+            logits are narrower, so that the same slab has more rows.
     """
     n, vocab, hidden = shape
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
-    row_bytes = vocab * gemm_dtype.itemsize
-    chunk_rows = min(chunk_size or _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type), max(n, 1))
+    default_rows = ranks * _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type)
+    chunk_rows = min(chunk_size or default_rows, max(n, 1))
     chunks = -(-n // chunk_rows)
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
-    slab_bytes = chunk_rows * row_bytes
-    weight_elements = vocab * hidden
+    classes = -(-vocab // ranks)
+    slab_bytes = chunk_rows * classes * gemm_dtype.itemsize
+    weight_elements = classes * hidden
     grad_bytes = n * hidden * dtype.itemsize + weight_elements * accum_dtype.itemsize
     copy_bytes = weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0
     cast_bytes = weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0
     peak_bytes = grad_bytes + max(slab_bytes + copy_bytes, cast_bytes)
-    return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes)
+    return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes, ranks)
 
 
 def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_type: str) -> int:
@@ -135,7 +148,7 @@ def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_t
 
 def plan_for(call: Call) -> Plan:
     """The plan of a call."""
-    weight = _present(call.weight)
+    weight, split = _present(call.weight), call.options.vocab_parallel
     return make_plan(
         (call.rows, call.vocab, call.input.shape[1]),
         call.input.device.type,
@@ -144,6 +157,7 @@ def plan_for(call: Call) -> Plan:
         chunk_size=call.options.chunk_size,
         accum_dtype=call.options.accum_dtype,
         recompute=call.recipe.gradient_in_backward,
+        ranks=1 if split is None else split.ranks,
     )
 
 
@@ -194,8 +208,11 @@ def _project(
     gradients: _Gradients | None,
 ) -> None:
     """Run `rows` on the logits of each chunk in turn and, with `gradients`, add what it turned them into."""
-    x, weight = call.input.detach(), _present(call.weight).detach().to(plan.gemm_dtype)
-    bias = None if call.bias is None else call.bias.detach().to(plan.gemm_dtype)
+    x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
+    if split is not None and split.sequence_parallel:
+        x = split.gather_tokens(x)
+    weight = _present(call.weight).detach()[:classes].to(plan.gemm_dtype)
+    bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
     spans = list(plan.spans(call.rows if index is None else index.shape[0]))
     if not spans:
         return
@@ -215,29 +232,35 @@ def _project(
             torch.addmm(bias, chunk, weight.t(), out=logits)
         rows(logits, span)
         if gradients is not None:
-            gradients.add(logits, chunk, weight, span)
+            gradients.add(logits, chunk, weight, span, last=span is spans[-1])
 
 
 class _Gradients:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
-        x, weight, needs = call.input, _present(call.weight), call.recipe.needs
-        vocab, hidden = weight.shape
+        x, weight, needs, split = call.input, _present(call.weight), call.recipe.needs, call.options.vocab_parallel
         self.index = index
         self.started = False
+        self.parts = None
+        if needs.input and split is not None and split.reduce_input_grad:
+            self.parts = _InputParts(call, plan, index, split)
         new_input = x.new_empty if index is None else x.new_zeros
-        self.input = new_input(x.shape) if needs.input else None
-        self.weight = weight.new_empty((vocab, hidden), dtype=plan.accum_dtype) if needs.weight else None
-        self.bias = weight.new_zeros(vocab, dtype=compute_dtype(plan.gemm_dtype)) if needs.bias else None
+        self.input = new_input(x.shape) if needs.input and self.parts is None else None
+        self.weight = weight.new_empty(weight.shape, dtype=plan.accum_dtype) if needs.weight else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=compute_dtype(plan.gemm_dtype)) if needs.bias else None
+        self.classes = _classes(call)
         self.weight_dtype = weight.dtype
         self.bias_dtype = None if call.bias is None else call.bias.dtype
 
-    def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
+    def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
         """Add a chunk: `grad` (n, V) of its logits, `chunk` (n, H) its input (whose storage may be overwritten if gathered)."""
         if self.bias is not None:
-            self.bias += grad.sum(0, dtype=self.bias.dtype)
-        if self.input is None or self.weight is None or self.index is not None:
+            self.bias[: self.classes] += grad.sum(0, dtype=self.bias.dtype)
+        if self.parts is not None:  # first and alone, so that the ranks sum it while the weight's product runs
+            self.parts.add(grad, weight, span, last=last)
+            self._add_weight(grad, chunk)
+        elif self.input is None or self.weight is None or self.index is not None:
             self._add_weight(grad, chunk)
             self._add_input(grad, chunk, weight, span)
         else:
@@ -249,7 +272,7 @@ class _Gradients:
 
     def _add_weight(self, grad: Tensor, chunk: Tensor) -> None:
         if self.weight is not None:
-            _accumulate(self.weight, grad, chunk, first=not self.started)
+            _accumulate(self.weight[: self.classes], grad.t(), chunk, first=not self.started)
 
     def _add_input(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
         if self.input is None:
@@ -264,26 +287,62 @@ class _Gradients:
 
     def finish(self) -> Gradients:
         """(input, weight, bias), each in its tensor's dtype."""
-        if self.weight is not None and not self.started:
-            self.weight.zero_()
+        if self.weight is not None:
+            self.weight[self.classes if self.started else 0 :] = 0
         if self.input is not None and not self.started:
             self.input.zero_()
+        input = self.input if self.parts is None else self.parts.finish()
         weight = None if self.weight is None else self.weight.to(self.weight_dtype)
         bias = None if self.bias is None or self.bias_dtype is None else self.bias.to(self.bias_dtype)
-        return self.input, weight, bias
+        return input, weight, bias
 
 
-def _accumulate(total: Tensor, grad: Tensor, chunk: Tensor, *, first: bool) -> None:
-    """total (V, H) += grad (n, V) transposed @ chunk (n, H); the first chunk overwrites it."""
-    if total.dtype == grad.dtype:
-        if first:
-            torch.mm(grad.t(), chunk, out=total)
+class _InputParts:
+    """The input's gradient where it is the sum of what the ranks of a split vocabulary have of it.
+
+    One collective, begun after the last chunk's product, for the labelled rows alone; with sequence_parallel for all,
+    since each rank gets its own tokens of the sum.
+    """
+
+    def __init__(self, call: Call, plan: Plan, index: Tensor | None, split: VocabParallel) -> None:
+        self.like, self.index, self.split, self.everywhere = call.input, index, split, split.sequence_parallel
+        n = call.rows if index is None or self.everywhere else index.shape[0]
+        new = self.like.new_empty if index is None or not self.everywhere else self.like.new_zeros
+        self.part = new((n, self.like.shape[1]), dtype=plan.sum_dtype)
+        self.total: Callable[[], Tensor] | None = None
+
+    def add(self, grad: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
+        """Add a chunk, as `_Gradients` does."""
+        if self.index is not None and self.everywhere:
+            rows = self.part.new_empty((grad.shape[0], weight.shape[1]))
+            _accumulate(rows, grad, weight, first=True)
+            self.part.index_copy_(0, self.index[span], rows)
         else:
-            total.addmm_(grad.t(), chunk)
-    elif _gemm_widens(grad) and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
-        torch.addmm(total, grad.t(), chunk, out_dtype=torch.float32, beta=0 if first else 1, out=total)
+            _accumulate(self.part[span], grad, weight, first=True)
+        if last:
+            self.total = self.split.start_sum(self.part)
+
+    def finish(self) -> Tensor:
+        """The sum, for this rank's tokens, in the input's dtype."""
+        if self.total is None:  # there was no chunk
+            return torch.zeros_like(self.like)
+        total = self.total().to(self.like.dtype)
+        if self.index is None or self.everywhere:
+            return total
+        return self.like.new_zeros(self.like.shape).index_copy_(0, self.index, total)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total += left @ right; the first overwrites it."""
+    if total.dtype == left.dtype:
+        if first:
+            torch.mm(left, right, out=total)
+        else:
+            total.addmm_(left, right)
+    elif _gemm_widens(left) and total.dtype == torch.float32:  # the GEMM's own fp32 output, never rounded
+        torch.addmm(total, left, right, out_dtype=torch.float32, beta=0 if first else 1, out=total)
     else:
-        product = torch.mm(grad.t(), chunk)
+        product = torch.mm(left, right)
         total.copy_(product) if first else total.add_(product)
 
 
@@ -324,6 +383,12 @@ def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
         return None
     index = (call.target != call.options.ignore_index).nonzero()[:, 0]
     return index if plan.skips(index.shape[0]) else None
+
+
+def _classes(call: Call) -> int:
+    """Rows of the weight that are classes: those behind are a split vocabulary's padding, and take no part."""
+    split, weight = call.options.vocab_parallel, _present(call.weight)
+    return weight.shape[0] if split is None else split.classes
 
 
 def _round_up(number: int, multiple: int) -> int:

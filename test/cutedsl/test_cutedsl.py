@@ -72,7 +72,10 @@ def run_every_kernel(dtype, vocab, options, *, rows=2, weighted=False, target_dt
     target = torch.zeros(rows, dtype=target_dtype)
     weight = torch.ones(vocab) if weighted else None
     divisors = spec.divisors(target, weight, options, torch.float32)
-    inputs = spec.RowInputs(target, options, divisors, weight, None if weight is None else weight.sum())
+    inputs = spec.RowInputs(target, options, divisors)
+    if weight is not None:
+        target_weight = spec.target_weight(target, weight)
+        inputs = inputs._replace(class_weight=weight, class_weight_sum=weight.sum(), target_weight=target_weight)
     results = spec.RowResults.empty(rows, logits, options, keep_lse=True)
     backend.rows(logits, inputs, results, torch.empty_like(logits))
     backend.rows(logits, inputs, results, None)
@@ -263,6 +266,7 @@ def test_the_numbers_of_a_call_arrive_under_their_names(launches):
         "ignore_index": -7,
         "rows": 3,
         "vocab": 64,
+        "total": 64,
         "label_smoothing": 0.25,
         "lse_square_scale": 0.5,
         "logit_scale": 2.0,
@@ -343,7 +347,8 @@ def _ran(vocab, dtype, options, *, rows=40, layout=None, monkeypatch=None, modul
     target[3] = vocab + 7
     weight_sum = made.class_weight.sum()
     divisors = spec.divisors(target, made.class_weight, options, torch.float32)
-    inputs = spec.RowInputs(target, options, divisors, made.class_weight, weight_sum)
+    target_weight = spec.target_weight(target, made.class_weight)
+    inputs = spec.RowInputs(target, options, divisors, made.class_weight, weight_sum, target_weight)
     results = spec.RowResults.empty(rows, made.input, options, keep_lse=True)
     grad = torch.full_like(made.input, 77)
     if layout is not None:

@@ -92,7 +92,8 @@ def _problem(vocab, dtype, options, *, weighted=False, target_dtype=torch.int64)
     weight = made.class_weight
     weight_sum = weight.sum() if weighted and options.label_smoothing else None
     divisors = spec.divisors(target, weight, options, torch.float32)
-    return made.input, spec.RowInputs(target, options, divisors, weight, weight_sum)
+    target_weight = None if weight is None else spec.target_weight(target, weight)
+    return made.input, spec.RowInputs(target, options, divisors, weight, weight_sum, target_weight)
 
 
 def _double(inputs):
@@ -100,8 +101,8 @@ def _double(inputs):
         return None if tensor is None else tensor.double()
 
     divisors = None if inputs.divisors is None else spec.Divisors(*map(wide, inputs.divisors))
-    weight, weight_sum = wide(inputs.class_weight), wide(inputs.class_weight_sum)
-    return inputs._replace(divisors=divisors, class_weight=weight, class_weight_sum=weight_sum)
+    names = ("class_weight", "class_weight_sum", "target_weight")
+    return inputs._replace(divisors=divisors, **{name: wide(getattr(inputs, name)) for name in names})
 
 
 def _close(got, wanted, dtype=torch.float32):
@@ -185,6 +186,22 @@ def test_statistics(monkeypatch, weighted):
     wanted = spec.row_stats(logits.double(), _double(inputs))
     for got, truth in zip(backend.row_stats(logits, inputs), wanted, strict=True):
         torch.testing.assert_close(got.double(), truth.double(), rtol=2e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", [slice(0, 128), slice(128, 600)], ids=["first", "last"])
+def test_a_part_of_the_vocabulary(part):
+    """Statistics of a range of classes, and its gradient from those of all; targets are classes of the whole."""
+    logits, inputs = _problem(600, torch.float32, CrossEntropyOptions(label_smoothing=0.1, reduction="sum"), weighted=True)
+    whole = _double(inputs)
+    lse = spec.row_stats(logits.double(), whole).lse
+    own = {"class_weight": inputs.class_weight[part].contiguous(), "start": part.start, "vocab": 600}
+    there, here = inputs._replace(**own), logits[:, part]
+    for got, truth in zip(backend.row_stats(here, there), spec.row_stats(here.double(), _double(there)), strict=True):
+        if got is not None:
+            torch.testing.assert_close(got.double(), truth.double(), rtol=2e-5, atol=1e-5, equal_nan=True)
+    grad = torch.empty(ROWS, part.stop - part.start)
+    backend.row_grad(here, there, lse.float(), torch.ones(ROWS), grad)
+    _close(grad, spec.row_grad(logits.double(), whole, lse)[:, part])
 
 
 @pytest.mark.parametrize("row", ["nan", "-inf", "inf", "a masked class"])

@@ -95,6 +95,7 @@ class Variant(NamedTuple):
     """Whether logits are multiplied by `logit_scale`."""
     softcap: bool = False
     class_weight: bool = False
+    """Whether smoothing weighs classes; a weight of the target alone costs a row one load."""
     predicted: bool = False
     upstream_dtype: str = "float32"
     """Of the upstream gradient, for "row_grad"."""
@@ -110,6 +111,7 @@ class Arguments(NamedTuple):
     target: Any
     target_stride: Any
     class_weight: Any
+    target_weight: Any
     class_weight_sum: Any
     core_divisor: Any
     z_divisor: Any
@@ -124,8 +126,13 @@ class Arguments(NamedTuple):
     upstream: Any
     upstream_stride: Any
     ignore_index: Any
+    start: Any
+    """Id of the row's first class."""
     rows: Any
     vocab: Any
+    """Classes of a row."""
+    total: Any
+    """Classes altogether."""
     token_scaling: Any
     """1: scale each row by its target's probability; 0: do not."""
     label_smoothing: Any
@@ -134,7 +141,7 @@ class Arguments(NamedTuple):
     softcap: Any
 
 
-ARGUMENT_TYPES = Arguments(*[Int64] * 18, *[Int32] * 3, *[Float32] * 4)
+ARGUMENT_TYPES = Arguments(*[Int64] * 20, *[Int32] * 4, *[Float32] * 4)
 
 
 class _Pipeline(NamedTuple):
@@ -345,8 +352,9 @@ class RowKernel:
                 # gradient may be in place. What is written of a row waits for its first piece, so it is read before that.
                 if const_expr(not self.has_stats):
                     if a.token_scaling != 0:
-                        y = y if (y >= 0) & (y < a.vocab) else Int64(0)
-                        target_logit = self._score(a, load(self.dtype, a.logits, row_start + y), self._cap(a))
+                        column = y - a.start
+                        column = column if (column >= 0) & (column < a.vocab) else Int64(0)
+                        target_logit = self._score(a, load(self.dtype, a.logits, row_start + column), self._cap(a))
                 for _ in cutlass.range_constexpr(self.reads):
                     for piece in cutlass.range(p.pieces, unroll=1):
                         slot = position % layout.slots
@@ -398,7 +406,7 @@ class RowKernel:
         """Every other warp: rows from their pieces."""
         variant, layout = self.variant, self.layout
         inverse_core, inverse_z = self._inverse(a.core_divisor), self._inverse(a.z_divisor)
-        weight_sum = Float32(a.vocab)
+        weight_sum = Float32(a.total)
         if const_expr(variant.class_weight and variant.smoothing):
             weight_sum = load(Float32, a.class_weight_sum)
         cap = self._cap(a)
@@ -409,12 +417,13 @@ class RowKernel:
         for row in cutlass.range(first, a.rows, step, unroll=1):
             y_next = self._target(a, row + step)
             if self._is_read(a, y):
-                in_range = (y >= 0) & (y < a.vocab)
-                safe_y = y if in_range else Int64(0)
-                local_y = Int32(safe_y) - p.start if in_range else Int32(-1)  # in the slice, else anything outside
+                in_range, column = (y >= 0) & (y < a.total), y - a.start
+                here = (column >= 0) & (column < a.vocab)
+                local_y = Int32(column if here else Int64(-1)) - p.start  # outside of the slice if the target is
                 target_weight, scale = Float32(1.0), Float32(1.0)
-                if const_expr(variant.class_weight and not self.reads_all):
-                    target_weight = load(Float32, a.class_weight, safe_y)
+                if const_expr(not self.reads_all):
+                    if a.target_weight != 0:
+                        target_weight = load(Float32, a.target_weight, row)
                 target_logit, weighted, best = Float32(0.0), Float32(0.0), Int32(0)
                 if const_expr(self.has_stats):
                     m, sum_exp, target_logit, weighted, best = self._statistics(a, p, cap, position, exchanges, local_y)
@@ -431,7 +440,7 @@ class RowKernel:
                     if speaks:
                         store(Float32, a.lse, row, m)
                         store(Float32, a.loss, row, sum_exp)
-                        store(Float32, a.lse, a.lse_stride + row, target_logit - m if in_range else Float32(math.nan))
+                        store(Float32, a.lse, a.lse_stride + row, target_logit - m if here else Float32(math.nan))
                         if const_expr(variant.smoothing):
                             store(Float32, a.z_loss, row, weighted)
                         if const_expr(variant.predicted):
@@ -443,7 +452,7 @@ class RowKernel:
                         t *= exp2(nll * -LOG2_E)
                     core = t * inverse_core
                     b = core * (1.0 - a.label_smoothing) * target_weight
-                    d = core * a.label_smoothing / Float32(a.vocab)
+                    d = core * a.label_smoothing / Float32(a.total)
                     lse = m + log_sum
                     if const_expr(self.has_stats):
                         if speaks:

@@ -16,9 +16,7 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
     for block in _blocks(n, vocab):
         part = inputs.select(block)
         stats = spec.row_stats(logits[block], part)
-        for into, value in zip(results.narrow(block), spec.row_loss(stats, vocab, part), strict=True):
-            if into is not None and value is not None:
-                into.copy_(value)
+        results.narrow(block).copy_(spec.row_loss(stats, vocab, part))
         if grad is not None:
             grad[block] = spec.row_grad(logits[block], part, stats.lse)
 

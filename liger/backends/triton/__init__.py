@@ -69,9 +69,10 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
             inputs.target,
             inputs.target.stride(0),
             inputs.class_weight,
-            inputs.class_weight_sum,
+            None if stats.weighted_sum is None or inputs.class_weight is None else inputs.class_weight.sum(),
             *stats,
             vocab,
+            inputs.start,
             *_transform(options),
             SMOOTHING=options.label_smoothing > 0,
             STRIDED=logits.stride(1) != 1,
@@ -100,6 +101,8 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor, 
             grad_loss,
             grad_loss.stride(0),
             vocab,
+            inputs.start,
+            inputs.vocab or vocab,
             *_scalars(options),
             SMOOTHING=options.label_smoothing > 0,
             TOKEN_SCALING=options.use_token_scaling,
@@ -135,7 +138,7 @@ def _matrix(matrix: Tensor | None) -> tuple[Tensor | None, int, int]:
 
 def _normalisers(inputs: RowInputs) -> tuple[Tensor | None, ...]:
     core, z = (None, None) if inputs.divisors is None else inputs.divisors
-    return inputs.class_weight, inputs.class_weight_sum, core, z
+    return inputs.class_weight, inputs.target_weight, inputs.class_weight_sum, core, z
 
 
 def _scalars(options: CrossEntropyOptions) -> tuple[int | float | None, ...]:

@@ -148,14 +148,14 @@ def _inverse(divisor_ptr):
 
 @triton.jit
 def _coefficients(
-    y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+    row, vocab, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     label_smoothing, lse_square_scale,
 ):  # fmt: skip
     """a, b and d of the row's gradient; `t` scales the row and is NaN if its target is out of range."""
     core = t * _inverse(core_divisor_ptr)
     b = core * (1.0 - label_smoothing)
-    if class_weight_ptr is not None:
-        b *= tl.load(class_weight_ptr + y)
+    if target_weight_ptr is not None:
+        b *= tl.load(target_weight_ptr + row)
     d = core * label_smoothing / vocab
     if class_weight_sum_ptr is not None:
         weight_sum = tl.load(class_weight_sum_ptr)
@@ -213,7 +213,7 @@ def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK
 @triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"])
 def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
-    class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+    class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
     vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
@@ -275,7 +275,7 @@ def rows_kernel(
     if TOKEN_SCALING:
         t *= tl.exp2(-nll * LOG2_E)
     a, b, d = _coefficients(
-        y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        row, vocab, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
         label_smoothing, lse_square_scale,
     )  # fmt: skip
     loss = b * nll  # b = t (1 - e) w_y / D, so this is the core term without smoothing
@@ -311,16 +311,16 @@ def rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def row_stats_kernel(
     logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr, class_weight_sum_ptr,
-    maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, logit_scale, softcap,
+    maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, start, logit_scale, softcap,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one row over the vocabulary range given. Reads the row once."""
+    """Statistics of one row over `vocab` classes from `start` on, whose weights sum up to what is given. Reads it once."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
-    y = tl.load(target_ptr + row * target_stride).to(tl.int64)
+    y = tl.load(target_ptr + row * target_stride).to(tl.int64) - start
     in_range = (y >= 0) & (y < vocab)
     target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), logit_scale, softcap)
     pivot = _pivot(row_ptr, target_logit, logit_scale, softcap)
@@ -346,15 +346,19 @@ def row_stats_kernel(
         tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"])
+@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride", "start", "total"])
 def row_grad_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
-    class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
-    grad_loss_ptr, grad_loss_stride, vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
+    class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
+    grad_loss_ptr, grad_loss_stride, vocab, start, total,
+    ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one row from its saved (m, log sum), times its upstream gradient. Reads and writes the row once."""
+    """Gradient of one row from its saved (m, log sum), times its upstream gradient. Reads and writes the row once.
+
+    The row covers `vocab` classes from `start` on, of `total`.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     grad_row_ptr = grad_ptr + row * grad_row_stride
@@ -362,19 +366,20 @@ def row_grad_kernel(
     if y == ignore_index:
         _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
         return
-    in_range = (y >= 0) & (y < vocab)
-    y = tl.where(in_range, y, 0)
+    in_range = (y >= 0) & (y < total)
+    y -= start  # a class of another range is no column of this one
     maximum = tl.load(lse_ptr + row)
     log_sum = tl.load(lse_ptr + lse_stride + row)
     t = tl.where(in_range, tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32), float("nan"))
     if TOKEN_SCALING:
-        target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
+        column = tl.where((y >= 0) & (y < vocab), y, 0)
+        target_logit = _capped(tl.load(row_ptr + column * logits_stride), logit_scale, softcap)
         t *= tl.exp2((target_logit - maximum - log_sum) * LOG2_E)
         tl.debug_barrier()  # the gradient may overwrite the logits: every warp has read this one first
     if logit_scale is not None:
         t *= logit_scale
     a, b, d = _coefficients(
-        y, vocab, maximum, log_sum, t, class_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        row, total, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
         label_smoothing, lse_square_scale,
     )  # fmt: skip
     _write_gradient(
