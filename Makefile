@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 extras-demo := demo
 extras-bench := bench,triton,cutedsl
 extras-docs := docs
-extras-test := demo,docs,test,dev,triton,cutedsl
+extras-test := demo,docs,test,dev,triton,cutedsl,transformers,trl
 
 .PHONY: help demo bench test lint format docs clean distclean
 
@@ -39,6 +39,7 @@ lint: $(VENV)/.installed-test ## lint and types only
 format: $(VENV)/.installed-test ## fix what the linter can fix, and regenerate the generated parts of the docs
 	$(BIN)/ruff check --fix
 	$(BIN)/python -W "ignore:Failed to initialize NumPy" docs/generate.py
+	$(BIN)/python -W "ignore:Failed to initialize NumPy" docs/plots.py
 
 docs: $(VENV)/.installed-docs ## build the documentation into site/
 	$(BIN)/python -W "ignore:Failed to initialize NumPy" docs/generate.py

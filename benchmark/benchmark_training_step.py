@@ -8,8 +8,10 @@ the head. A step is forward and backward of 8192 tokens, 4 sequences of 2048; th
 left out. Of each sequence the first part is a prompt: its labels are -100. A share is that of the rest.
 
 The losses take turns in one process: a first round compares their values and takes the peak of allocated memory, weights and
-gradients included, and the norm of all gradients; then come the timed rounds, whose medians are reported. A share that is
-done is on disk: run again, the command goes on after it.
+gradients included, and the norm of all gradients; then come the timed rounds, whose medians are reported. A time is that of
+the wall clock; beside it stands when the host had launched the step: where that is as long, a small model or a fast GPU, the
+host and not the GPU decides, and `--compile` shows the step with fewer launches. A share that is done is on disk: run again,
+the command goes on after it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,8 +102,8 @@ class Setup:
             **self.shared,
         )
 
-    def build(self, device: torch.device) -> Any:
-        """The model with random weights, made on the device."""
+    def build(self, device: torch.device, *, compiled: bool = False) -> Any:
+        """The model with random weights, made on the device; `compiled`, layer by layer, so that it compiles once for all."""
         transformers = importlib.import_module("transformers")
         torch.manual_seed(0)
         with device:
@@ -112,6 +115,10 @@ class Setup:
                 adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
                 model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if compiled:
+            torch.compiler.reset()
+            for layer in causal_model(model).base_model.layers:
+                layer.compile()
         return model.to(device).train()
 
 
@@ -136,6 +143,11 @@ Loss = Callable[[Any, Tensor, Tensor], Tensor]
 """(model, ids (B, T), labels (B, T), not shifted) -> mean loss"""
 
 
+def causal_model(model: Any) -> Any:
+    """The Transformers model, without what PEFT puts around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def own_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """As `transformers` computes it: all logits, widened to float32."""
     return model(input_ids=ids, labels=labels).loss
@@ -145,7 +157,7 @@ def on_hidden_states(loss: LinearCrossEntropy) -> Loss:
     """A fused loss in the place of the model's head and loss."""
 
     def whole(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-        causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+        causal = causal_model(model)
         hidden = causal.base_model(input_ids=ids).last_hidden_state
         shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         return loss(hidden.flatten(0, 1), causal.get_output_embeddings().weight, shifted, "mean")
@@ -206,11 +218,11 @@ def prepare(model: Any, batch: Batch, loss: Loss) -> Callable[[], Tensor]:
 
 
 def measure_share(
-    setup: Setup, model: Any, batch: Batch, losses: Mapping[str, Loss], rounds: int, report: Report
+    setup: Setup, model: Any, batch: Batch, losses: Mapping[str, Loss], arguments: argparse.Namespace, report: Report
 ) -> dict[str, Quantiles]:
     """Values and memory in one round, times in the others; what does not compute the loss is left out."""
     device, where = batch.ids.device, f"{setup.name} {batch.share:g} %"
-    describe_row = functools.partial(_measurement, setup, batch)
+    describe_row = functools.partial(_measurement, setup, batch, arguments.compile)
     values: dict[str, float] = {}
     found: list[Measurement] = []
     for name, loss in losses.items():
@@ -227,10 +239,25 @@ def measure_share(
         for metric, unit, once in (("loss", "nat", value), ("gradient_norm", "1", norm), ("memory", "MiB", peak_mib)):
             if once is not None:
                 found.append(describe_row(name, metric, unit, Quantiles(once, once, once)))
-    steps = {name: functools.partial(prepare, model, batch, losses[name]) for name in values}
-    times = interleaved_ms(steps, rounds, synchronize=functools.partial(_synchronize, device), warm_up=0)
+    host_ms: dict[str, list[float]] = {name: [] for name in values}
+
+    def prepare_timed(name: str) -> Callable[[], None]:
+        step = prepare(model, batch, losses[name])
+
+        def run() -> None:
+            start = time.perf_counter()
+            step()
+            host_ms[name].append((time.perf_counter() - start) * 1e3)
+
+        return run
+
+    steps = {name: functools.partial(prepare_timed, name) for name in values}
+    synchronize = functools.partial(_synchronize, device)
+    times = interleaved_ms(steps, arguments.rounds, synchronize=synchronize, warm_up=0)
     model.zero_grad(set_to_none=True)
-    report.measurements += [*(describe_row(name, "speed", "ms", y) for name, y in times.items()), *found]
+    report.measurements += [describe_row(name, "speed", "ms", y) for name, y in times.items()]
+    report.measurements += [describe_row(name, "host", "ms", Quantiles.of(host_ms[name])) for name in times]
+    report.measurements += found
     report.say(f"{where}: " + ", ".join(f"{name} {y.p50:.1f}" for name, y in times.items()))
     return times
 
@@ -249,9 +276,12 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _measurement(setup: Setup, batch: Batch, provider: str, metric: str, unit: str, y: Quantiles) -> Measurement:
+def _measurement(
+    setup: Setup, batch: Batch, compiled: bool, provider: str, metric: str, unit: str, y: Quantiles
+) -> Measurement:
     config = {
         "model": setup.name,
+        "compiled": compiled,
         "trained": "lora" if setup.lora else "all",
         "H": setup.head.hidden,
         "V": setup.head.vocab,
@@ -271,22 +301,22 @@ def measure_model(
     setup: Setup, names: Sequence[str], arguments: argparse.Namespace, report: Report
 ) -> dict[float, dict[str, Quantiles]]:
     """Every share that is due; the model is made for the first of them, and gone afterwards."""
-    tokens = {"sequences": arguments.sequences, "length": arguments.length}
+    facts = {"model": setup.name, "sequences": arguments.sequences, "length": arguments.length}
     found: dict[float, dict[str, Quantiles]] = {}
     model, losses = None, {}
     for share in arguments.shares:
-        if not report.due(f"{setup.name} {share:g} %", model=setup.name, x_value=share, **tokens):
+        if not report.due(f"{setup.name} {share:g} %", x_value=share, compiled=arguments.compile, **facts):
             continue
         if model is None:
             try:
-                model = setup.build(report.device)
+                model = setup.build(report.device, compiled=arguments.compile)
             except Exception as error:  # noqa: BLE001 - a package that is missing, or a GPU that is too small
                 report.failed("everything", setup.name, error)
                 break
             report.say(f"{setup.name}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters")
             losses = load_losses(names, setup.name, report)
-        batch = Batch.make(setup.head.vocab, share, *tokens.values(), report.device)
-        found[share] = measure_share(setup, model, batch, losses, arguments.rounds, report)
+        batch = Batch.make(setup.head.vocab, share, arguments.sequences, arguments.length, report.device)
+        found[share] = measure_share(setup, model, batch, losses, arguments, report)
     return found
 
 
@@ -326,6 +356,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--sequences", type=int, default=SEQUENCES, help="default: %(default)s")
     top.add_argument("--length", type=int, default=LENGTH, help="tokens of a sequence (default: %(default)s)")
     top.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each loss (default: %(default)s)")
+    top.add_argument("--compile", action="store_true", help="the model's layers by torch.compile; the losses run as they are")
     top.add_argument("--budget-s", type=float, default=540.0, help="what is then left is left out (default: 540)")
     top.add_argument("--fresh", action="store_true", help="measure again what the file already has")
     top.add_argument("--device", type=torch.device, default=default_device())

@@ -185,8 +185,8 @@ class Bench:
                 times.append(lambda elapsed=elapsed: elapsed)  # type: ignore[misc]
                 continue
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            dist.all_reduce(torch.zeros(1, device=self.device))  # the GPUs begin together
             torch.cuda._sleep(LEAD_CYCLES)
+            dist.all_reduce(torch.zeros(1, device=self.device))  # the GPUs, whose clocks differ, begin together
             start.record()
             step()
             end.record()

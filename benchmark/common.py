@@ -373,11 +373,15 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def _kept(path: Path, device: torch.device) -> list[dict[str, str]]:
-    """The rows of a file to add to: none if there is none; another machine's or another version's are not added to."""
+    """The rows of a file to add to: none if there is none; another machine's or another version's are not added to.
+
+    A package that was not there then, or is not now, has had no part in the rows of the other time.
+    """
     rows = read_csv(path) if path.is_file() else []
     here = _made_on(device)
     for row in rows:
-        other = [name for name in here if name != "timestamp" and row.get(name, "") != here[name]]
+        both = [name for name in here if name != "timestamp" and here[name] and row.get(name)]
+        other = [name for name in both if row[name] != here[name]]
         if other:
             told = ", ".join(f"{name} {row.get(name, '')} (here {here[name]})" for name in other)
             sys.exit(f"{path} was measured with {told}: give another --out, or replace it with --fresh")

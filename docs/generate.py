@@ -13,9 +13,12 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import plots
 import results
+import split
 import torch
 from results import table as _table
 
@@ -78,15 +81,23 @@ PARTS: dict[str, Callable[[], str]] = {
     "measured": results.measured,
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,
+    "step_summary": results.step_summary,
+    **{f"figures_{what}": partial(plots.shown, what) for what in ("vocabulary", "labelled", "pareto", "chunks")},
     "faster_peers": results.faster_peers,
     "copy_rate": results.copy_rate,
     "launches": results.launches,
     "chunk_sizes": results.chunk_sizes,
     "accumulation": results.accumulation,
+    "causal_classes": results.causal_classes,
+    "hf_trainer": results.hf_trainer,
+    "cutedsl_rows": results.cutedsl_rows,
     "gemm_rates": results.gemm_rates,
     "clock": results.clock,
     "host_time": results.host_time,
     "sweeps": results.sweeps,
+    "split_volumes": split.volumes,
+    "split_times": split.predicted,
+    "split_bytes": split.bytes_measured,
 }
 
 

@@ -82,6 +82,7 @@ class Table:
     label: Label
     corner: str = "rows × vocabulary"
     base: str = "the floor"
+    memory: str = "extra peak MiB"
 
     @cached_property
     def cells(self) -> Cells:
@@ -137,7 +138,7 @@ class Table:
         times, memory = (
             any(metric in m for found in self.cells.values() for m in found.values()) for metric in ("ratio", "memory")
         )
-        return "ms" + (f" (times {self.base})" if times else "") + (" / extra peak MiB" if memory else "")
+        return "ms" + (f" (times {self.base})" if times else "") + (f" / {self.memory}" if memory else "")
 
 
 FLOORS = ("copy", "gemms")
@@ -171,6 +172,10 @@ class Run:
             return _cpu_tables(timed)
         if self.kernel == "fused_linear_cross_entropy":
             return _linear_tables(timed)
+        if self.kernel == "vocab_parallel":
+            return _split_tables(timed)
+        if self.kernel == "training_step":
+            return _training_tables(timed)
         return _plain_tables(timed)
 
     def named(self, title: str) -> Table | None:
@@ -281,18 +286,56 @@ def _cpu_tables(results: list[Result]) -> list[Table]:
     def label(result: Result) -> str:
         return f"{result.config['dtype']}, {result.x:.0f} % ignored"
 
-    torch_ms = {label(r): r.y for r in results if r.provider == "torch" and r.metric == "speed"}
-    ratios = [
-        replace(r, metric="ratio", y=r.y / torch_ms[label(r)])
-        for r in results
-        if r.provider != "torch" and r.metric == "speed" and label(r) in torch_ms
-    ]
     return [
         Table(f"{n} rows, {h} × {v}, {threads} threads", "", group, label, "dtype, rows", "`torch`")
         for (n, h, v, threads), group in _grouped(
-            [*results, *ratios], lambda r: tuple(r.config[name] for name in ("N", "H", "V", "threads"))
+            _with_ratios(results, "torch", label), lambda r: tuple(r.config[name] for name in ("N", "H", "V", "threads"))
         ).items()
     ]
+
+
+def _split_tables(results: list[Result]) -> list[Table]:
+    """A row per step: what differs is how the vocabulary is split, by one implementation."""
+    steps = [replace(r, provider="liger", config=r.config | {"step": r.provider}) for r in results]
+    config = results[0].config
+    title = f"{results[0].x:g} GPUs, {config['N']} rows, {config['H']} × {config['V']}, {config['dtype']}"
+    return [Table(title, "", steps, lambda result: str(result.config["step"]), "step")]
+
+
+def _with_ratios(results: list[Result], base: str, label: Label) -> list[Result]:
+    """And every time over that of `base` in the same row."""
+    base_ms = {label(r): r.y for r in results if r.provider == base and r.metric == "speed"}
+    ratios = [
+        replace(r, metric="ratio", y=r.y / base_ms[label(r)])
+        for r in results
+        if r.provider != base and r.metric == "speed" and label(r) in base_ms
+    ]
+    return [*results, *ratios]
+
+
+def _training_tables(results: list[Result]) -> list[Table]:
+    """One per model; shares in order."""
+
+    def label(result: Result) -> str:
+        return f"{result.x:g} %"
+
+    return [
+        Table(
+            f"{model}{', layers compiled' * compiled}, {TRAINED[trained]}, {sequences} × {length} tokens, {MODES['full']}",
+            "",
+            _with_ratios(sorted(group, key=lambda r: -r.x), "transformers", label),
+            label,
+            "labelled",
+            "`transformers`",
+            "peak MiB, weights and gradients included",
+        )
+        for (model, compiled, trained, sequences, length), group in _grouped(
+            results, lambda r: tuple(r.config[name] for name in ("model", "compiled", "trained", "sequences", "length"))
+        ).items()
+    ]
+
+
+TRAINED = {"all": "all weights trained", "lora": "LoRA of rank 16 on every linear layer but the head"}
 
 
 def _plain_tables(results: list[Result]) -> list[Table]:
@@ -315,6 +358,8 @@ PROVIDERS = {
     "liger_triton_small": "this package, `chunk_size=512, accum_dtype=torch.bfloat16`",
     "liger_torch": "this package's PyTorch backend",
     "liger": "this package",
+    "liger_all_rows": "this package, told not to skip rows",
+    "transformers": "the model's own loss",
     "torch": "`F.cross_entropy`",
     "torch_compile": "the same, compiled by `torch.compile`",
     "torch_chunked": "`F.linear_cross_entropy`",
@@ -325,10 +370,17 @@ PROVIDERS = {
     "quack": "its defaults",
     "quack_in_place": "which leaves the gradient in the logits",
 }
-TITLES = {"cross_entropy": "Cross entropy", "fused_linear_cross_entropy": "Fused linear cross entropy"}
+TITLES = {
+    "cross_entropy": "Cross entropy",
+    "fused_linear_cross_entropy": "Fused linear cross entropy",
+    "vocab_parallel": "A vocabulary split over GPUs",
+    "training_step": "Training steps",
+}
 COMMANDS = {
     "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
     "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
+    "vocab_parallel": "torchrun --nproc-per-node 2 -m benchmark.benchmark_vocab_parallel",
+    "training_step": "python -m benchmark.benchmark_training_step",
 }
 
 
@@ -459,21 +511,73 @@ def flce_summary() -> str:
     return "\n".join(_summary(run, *which) for run in found for which in tables) or NOTHING
 
 
+def step_summary() -> str:
+    """Training steps: ours beside the others, and what skipping is worth."""
+    return "\n".join(_step_summary(run) for run in runs("training_step")) or NOTHING
+
+
+def _step_summary(run: Run) -> str:
+    lines = []
+    groups = _grouped(run.results, lambda r: (r.config["model"], r.config["compiled"], r.x))
+    for (model, compiled, share), group in groups.items():
+        times = {r.provider: r.y for r in group if r.metric == "speed"}
+        peaks = {r.provider: r.y for r in group if r.metric == "memory"}
+        launched = next((ms(r.y) for r in group if r.metric == "host" and r.provider == "liger"), "")
+        losses = [r.y for r in group if r.metric == "loss"]
+        config = group[0].config
+        lora = config["trained"] == "lora"
+        if "liger" in times:
+            ratios = {name: times["liger"] / time for name, time in times.items()}
+            others = (f"{ms(times[name])} ({ratios[name]:.2f}×)" if name in times else "" for name in OTHERS)
+            shown = (peaks.get(name) for name in ("liger", "transformers", "liger_kernel"))
+            memory = ("" if peak is None else f"{peak / 1024:.1f}" for peak in shown)
+            name = f"{model}{', LoRA' * lora}{', compiled' * compiled}"
+            cells = (name, f"{share:g}", ms(times["liger"]), launched, *others, *memory, _apart(losses))
+            lines.append(((lora, config["H"], config["V"], compiled, -share), cells))
+    head = (
+        *("model", "labelled, %", "liger, ms", "launched after, ms"),
+        *(f"{name}, ms (liger / it)" for name in OTHERS.values()),
+        *("peak GiB, liger", "its own loss", "liger-kernel", "losses apart"),
+    )
+    unbroken = ((cells[0].replace("-", "\N{NON-BREAKING HYPHEN}"), *cells[1:]) for _, cells in sorted(lines))
+    return f"*{run.made_on}.*\n\n" + table(head, unbroken)
+
+
+OTHERS = {"transformers": "its own loss", "liger_kernel": "liger-kernel", "liger_all_rows": "all rows"}
+DIGITS = 6
+"""To which the benchmarks write a value."""
+
+
+def _apart(losses: Sequence[float]) -> str:
+    """How far the values of one loss differ, relative to them."""
+    apart = (max(losses) - min(losses)) / min(losses)
+    return f"{apart:.0e}" if apart else f"< {10.0 ** (1 - DIGITS):.0e}"
+
+
 def faster_peers() -> str:
     """Every timed step that another package, or torch, does faster than this package's default."""
-    ours, lines = "liger_triton", []
+    lines = []
     for run in runs(on_cpu=False):
         for found in run.tables():
             if not found.title.endswith(tuple(MODES.values())):
                 continue  # a forward that makes the gradient as well is not comparable with one that does not
             for row, cells in found.cells.items():
                 times = {name: m["speed"] for name, m in cells.items() if "speed" in m and name not in FLOORS}
+                ours = next((name for name in DEFAULTS if name in times), None)
                 for name, time in times.items():
-                    if ours in times and not name.startswith("liger_triton") and time < times[ours]:
+                    if ours is not None and not _is_ours(name) and time < times[ours]:
                         lines.append(
                             (found.title, row, f"`{name}`", ms(time), ms(times[ours]), f"{times[ours] / time:.2f}×")
                         )
-    return table(("what", "case", "faster", "ms", "`liger_triton`, ms", "ours over it"), lines) if lines else "None.\n"
+    return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
+
+
+DEFAULTS = ("liger_cutedsl", "liger_triton", "liger")
+"""This package as it comes, where it is measured under either name."""
+
+
+def _is_ours(provider: str) -> bool:
+    return PROVIDERS.get(provider, "").startswith("this package") or provider.startswith("liger_triton_chunk")
 
 
 def copy_rate() -> str:
@@ -570,6 +674,46 @@ def accumulation() -> str:
         )
         return caption + table(("chunks", *columns, r"\(\sqrt{(k+1)/2}\)"), lines)
     return NOTHING
+
+
+def causal_classes() -> str:
+    """What the patch makes of every causal class of transformers; classes with the same verdict in one line."""
+    verdicts: dict[tuple[str, str], list[str]] = {}
+    for row in read(NOTED / "transformers_classes.csv"):
+        verdicts.setdefault((row["status"], row["reason"]), []).append(row["class"])
+    order = ("fused", "materialised", "refused", "not built")
+    lines = [
+        (str(len(names)), status, reason, ", ".join(names))
+        for (status, reason), names in sorted(verdicts.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+    ]
+    return table(("classes", "what becomes of the logits", "why", "which"), lines)
+
+
+def hf_trainer() -> str:
+    """The Trainer of transformers with and without the patch."""
+    path = NOTED / "hf_trainer_h200.csv"
+    if not path.exists():
+        return NOTHING
+    rows = read(path)
+    found = {(row["kernel_provider"], row["metric_name"]): Result.of(row) for row in rows}
+    names = tuple(dict.fromkeys(provider for provider, _ in found))
+    shown = (("speed", "ms per optimizer step", "{:.0f}"), ("memory", "peak MiB", "{:.0f}"), ("loss", "last loss", "{:.5f}"))
+    lines = [(title, *(form.format(found[name, metric].y) for name in names)) for metric, title, form in shown]
+    config = found[names[0], "speed"].config
+    size = f"{config['sequences']} × {config['length']} tokens, {config['accumulate']} of them accumulated"
+    versions = f"transformers {config['transformers']}, accelerate {config['accelerate']}"
+    titles = {"transformers": "the model's own loss", "liger": "patched"}
+    caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {_made_on(rows[0])}.*\n\n"
+    return caption + table(("", *(titles[name] for name in names)), lines)
+
+
+def cutedsl_rows() -> str:
+    """The row kernels of two backends, as noted from one run."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read(NOTED / "cutedsl_rows_h200.csv"):
+        found.setdefault((row["kernel"], row["vocab"]), {})[row["provider"]] = f"{float(row['ratio_to_floor']):.2f}×"
+    lines = [(*key, ratios["cutedsl"], ratios["triton"]) for key, ratios in found.items()]
+    return table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
 
 
 def gemm_rates() -> str:

@@ -49,6 +49,15 @@ def kernels_for(call: Call, implementation: Implementation) -> RowKernels:
     return kernels if split is None else SplitVocabulary(kernels, split)
 
 
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError in a backward pass whose own derivative is wanted."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "liger's losses have no second derivative: backward ran with create_graph=True; "
+            "use torch.nn.functional.cross_entropy where a double backward is needed"
+        )
+
+
 class LossFunction(torch.autograd.Function):
     """Forward and backward of every eager call."""
 
@@ -73,11 +82,7 @@ class LossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         """The gradients of (input, weight, bias); errors for what a loss with a hand-written gradient cannot do."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "liger's losses have no second derivative: backward ran with create_graph=True; "
-                "use torch.nn.functional.cross_entropy where a double backward is needed"
-            )
+        refuse_second_derivative()
         if grad_loss is None:
             return (None,) * 5
         if ctx.recipe.options.in_place and ctx.used:

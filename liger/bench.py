@@ -6,9 +6,10 @@ with a flushed cache and under load, is for `python -m benchmark` in the reposit
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -206,6 +207,8 @@ def _interleaved_ms(
 def _extra_mib(prepare: Callable[[], Step], device: torch.device) -> float | None:
     """Of the allocator on a GPU; of the process, by its largest resident size, on a CPU where the system tells."""
     step = prepare()
+    if device.type not in ("cpu", "cuda"):
+        return None
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -213,11 +216,11 @@ def _extra_mib(prepare: Callable[[], Step], device: torch.device) -> float | Non
         step()
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / MIB
-    if device.type != "cpu" or not sys.platform.startswith("linux"):
-        return None
     try:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process keeps would be used again without being seen
         Path("/proc/self/clear_refs").write_text("5")  # forgets the largest size so far
-    except OSError:
+    except (OSError, AttributeError):  # another kernel, another C library
         return None
     before = _resident_bytes("VmRSS")
     step()

@@ -94,7 +94,7 @@ def _check_split(split: VocabParallel, what: str, width: int) -> None:
     if torch.compiler.is_compiling():
         raise ValueError(
             "vocab_parallel must be None under torch.compile: its collectives would be hidden in an opaque operator; call "
-            "the loss outside of the compiled region, as with torch.compiler.disable"
+            "the loss between compiled parts, as with torch.compiler.disable or a graph break"
         )
     if width != split.width:
         all_classes = width >= split.vocab_size and split.ranks > 1

@@ -40,6 +40,7 @@ Cross entropy and label smoothing follow `torch.nn.functional.cross_entropy`; th
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -175,8 +176,7 @@ class RowStats(NamedTuple):
         """
         maximum = self.maximum.amax(0)
         shift = self.maximum - maximum
-        found = ~self.target_logit.isnan()
-        target_logit = torch.where(found, self.target_logit + shift, 0).sum(0)
+        target_logit = functools.reduce(torch.fmax, (self.target_logit + shift).unbind(0))  # the one that is not NaN
         weighted_sum = argmax = None
         if self.weighted_sum is not None and weight_sum is not None:
             moved = torch.where(weight_sum != 0, weight_sum * shift, 0)  # an empty range is infinitely far below
@@ -184,13 +184,7 @@ class RowStats(NamedTuple):
         if self.argmax is not None:
             argmax = torch.where(shift == 0, self.argmax.long(), torch.iinfo(torch.int64).max).amin(0)
             argmax = torch.where(maximum.isnan(), 0, argmax)  # where nothing is the largest
-        return RowStats(
-            maximum,
-            (self.sum_exp * shift.exp()).sum(0),
-            torch.where(found.any(0), target_logit, torch.nan),
-            weighted_sum,
-            argmax,
-        )
+        return RowStats(maximum, (self.sum_exp * shift.exp()).sum(0), target_logit, weighted_sum, argmax)
 
 
 def divisors(
@@ -223,7 +217,7 @@ def target_weight(target: Tensor, class_weight: Tensor) -> Tensor:
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
     """Statistics of each row over the classes that `logits` (n, classes) cover."""
-    s = _capped(logits, inputs.options)
+    s = scores(logits, inputs.options)
     index, in_range = _safe_index(inputs.target, s.shape[1], inputs.start)
     if inputs.options.wants_prediction:
         argmax = s.argmax(-1)
@@ -249,16 +243,20 @@ def row_loss(stats: RowStats, vocab: int, inputs: RowInputs) -> RowResults:
     core = (1 - options.label_smoothing) * _target_weight(inputs) * nll
     if stats.weighted_sum is not None:
         core = core + options.label_smoothing / vocab * (_weight_sum(inputs, vocab) * log_sum - stats.weighted_sum)
-    lse = stats.maximum + log_sum
-    z = (options.lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
     inverse = _inverse_divisors(inputs.divisors)
     t = torch.exp(-nll) if options.use_token_scaling else 1.0
-    z_loss = torch.where(valid, t * z * inverse.z, 0)
+    loss, z_loss = torch.where(valid, t * inverse.core * core, 0), None
+    if options.lse_square_scale or options.return_z_loss:
+        lse = stats.maximum + log_sum
+        z = (options.lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
+        z_loss = torch.where(valid, t * inverse.z * z, 0)
+        loss = loss + z_loss
+    kept = (stats.maximum, log_sum, -nll) if options.keeps_log_p else (stats.maximum, log_sum)
     return RowResults(
-        loss=torch.where(valid, t * core * inverse.core, 0) + z_loss,
+        loss=loss,
         z_loss=z_loss if options.return_z_loss else None,
         predicted=None if stats.argmax is None else torch.where(valid, stats.argmax, -1),
-        lse=torch.cat((stats.lse, -nll[None])) if options.keeps_log_p else stats.lse,
+        lse=torch.stack(kept),
     )
 
 
@@ -273,7 +271,7 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     """
     options, vocab = inputs.options, inputs.vocab or logits.shape[1]
     e, k = options.label_smoothing, options.lse_square_scale
-    s = _capped(logits, options)
+    s = scores(logits, options)
     index, here = _safe_index(inputs.target, logits.shape[1], inputs.start)
     _, in_range = _safe_index(inputs.target, vocab)
     valid = inputs.target != options.ignore_index
@@ -320,7 +318,8 @@ def reduce(
     )
 
 
-def _capped(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+def scores(logits: Tensor, options: CrossEntropyOptions) -> Tensor:
+    """s, in the compute dtype: logits after scale and soft cap."""
     x = logits.to(compute_dtype(logits.dtype))
     if options.logit_scale != 1:
         x = x * options.logit_scale
@@ -348,7 +347,10 @@ class _Inverse(NamedTuple):
 
 
 def _inverse_divisors(divisors: Divisors | None) -> _Inverse:
-    return _Inverse(1.0, 1.0) if divisors is None else _Inverse(_inverse(divisors.core), _inverse(divisors.z))
+    if divisors is None:
+        return _Inverse(1.0, 1.0)
+    core = _inverse(divisors.core)
+    return _Inverse(core, core if divisors.z is divisors.core else _inverse(divisors.z))
 
 
 def _inverse(divisor: Tensor) -> Tensor:

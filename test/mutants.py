@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "mutations.md"
 SUBJECTS = ("spec", "num_items", "targets", "numerics", "autograd", "linear", "shapes")
-TESTS = [f"test_{subject}.py" for subject in SUBJECTS]
 WITHOUT_KERNELS = "not triton and not cutedsl and not mutant"
 FIRST_FAILURE = re.compile(r"^FAILED test/(\S+)", re.MULTILINE)
 BEGIN, END = "<!-- generated: mutants -->", "<!-- /generated -->"
@@ -36,6 +35,8 @@ class Mutant:
     new: str
     selected: str = WITHOUT_KERNELS
     """Which tests may kill it, as pytest's -k takes it."""
+    subjects: tuple[str, ...] = SUBJECTS
+    """The files they are in: test_<subject>.py."""
 
     def apply(self, source: str) -> str:
         """The broken source.
@@ -50,10 +51,17 @@ class Mutant:
 
 TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/autograd.py"
+KERNELS, REGISTRY, CAPABILITY = "liger/backends/triton/kernels.py", "liger/dispatch/registry.py", "liger/dispatch/capability.py"
+INTERPRETED = "triton-cpu and not mutant"
 
 MATHEMATICS = (
     Mutant("drop the one-hot", SPEC, ".scatter_add_(1, index[:, None], torch.where(here, -b, 0)[:, None])", ""),
-    Mutant("double the scale", SPEC, "t = torch.where(in_range, t, torch.nan)", "t = torch.where(in_range, 2 * t, torch.nan)"),
+    Mutant(
+        "double the scale",
+        SPEC,
+        "t = torch.where(in_range, t, torch.nan)",
+        "t = torch.where(in_range, 2 * t, torch.nan)",
+    ),
     Mutant(
         "divide by all rows",
         SPEC,
@@ -92,7 +100,7 @@ MATHEMATICS = (
 )
 
 AROUND_IT = (
-    Mutant("divide the z-loss by D", SPEC, "_inverse(divisors.z))", "_inverse(divisors.core))"),
+    Mutant("divide the z-loss by D", SPEC, "else _inverse(divisors.z))", "else core)"),
     Mutant("smooth without class weights", SPEC, "shifted.sum(-1) if w is None else shifted @ w", "shifted.sum(-1)"),
     Mutant("predict for ignored rows", SPEC, "torch.where(valid, stats.argmax, -1)", "stats.argmax"),
     Mutant(
@@ -126,7 +134,184 @@ AROUND_IT = (
         TRITON,
     ),
 )
-MUTANTS = MATHEMATICS + AROUND_IT
+
+
+def kernel(what: str, old: str, new: str, *subjects: str) -> Mutant:
+    """A mutant of Triton's kernels, which the interpreter runs."""
+    return Mutant(what, KERNELS, old, new, INTERPRETED, subjects or ("targets", "spec", "numerics"))
+
+
+def choice(what: str, file: str, old: str, new: str) -> Mutant:
+    """A mutant of the dispatcher."""
+    return Mutant(what, file, old, new, "not mutant", ("dispatch",))
+
+
+TRITON_KERNELS = (
+    kernel("kernel: let padding carry mass", 'tl.where(offsets < vocab, s, -float("inf"))', "s + 0", "numerics"),
+    kernel(
+        "kernel: do not rescale sums",
+        "sums * tl.exp2((maxima - larger) * LOG2_E) + ",
+        "sums + ",
+        "shapes",
+        "numerics",
+    ),
+    kernel("kernel: do not rescale lanes", "tl.sum(sums * tl.exp2((maxima - maximum) * LOG2_E), 0)", "tl.sum(sums, 0)"),
+    kernel("kernel: smooth over padding", "part = tl.where(offsets < vocab, part, 0.0)", "part = part + 0.0"),
+    kernel(
+        "kernel: smooth without class weights",
+        "part = part * tl.load(class_weight_ptr + offsets, mask=offsets < vocab, other=0.0)",
+        "part = part * 1.0",
+    ),
+    kernel(
+        "kernel: predict the next class",
+        "tl.where(s == maximum, offsets, vocab)",
+        "tl.where(s == maximum, offsets + 1, vocab)",
+    ),
+    kernel("kernel: divide by 0", "tl.where(divisor != 0.0, 1.0 / divisor, 0.0)", "1.0 / divisor"),
+    kernel("kernel: forget the target's weight", "b *= tl.load(target_weight_ptr + row)", "b *= 1.0"),
+    kernel("kernel: smooth by e, not e / V", "d = core * label_smoothing / vocab", "d = core * label_smoothing"),
+    kernel("kernel: forget smoothing's mass", "a = b + d * weight_sum + t", "a = b + t"),
+    kernel("kernel: halve the z gradient", "* 2.0 * lse_square_scale * (maximum", "* lse_square_scale * (maximum"),
+    kernel("kernel: drop the one-hot", "g = tl.where(offsets == y, g - b, g)", "g = g + 0.0"),
+    kernel("kernel: a wrong softcap derivative", "g *= 1.0 - ratio * ratio", "g *= 1.0 - ratio"),
+    kernel(
+        "kernel: no smoothing in the gradient",
+        "        else:\n            g -= d\n",
+        "        else:\n            g -= 0.0\n",
+    ),
+    kernel("kernel: a loss for ignored rows", "tl.store(loss_ptr + row, 0.0)", "tl.store(loss_ptr + row, 1.0)"),
+    kernel(
+        "kernel: predict 0 for ignored rows",
+        "tl.store(predicted_ptr + row, -1)",
+        "tl.store(predicted_ptr + row, 0)",
+    ),
+    kernel(
+        "kernel: leave ignored rows as they were",
+        "        if grad_ptr is not None:\n            _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)\n",
+        "",
+        "targets",
+        "autograd",
+    ),
+    kernel(
+        "kernel: accept target V",
+        "in_range = (y >= 0) & (y < vocab)\n    y = tl",
+        "in_range = (y >= 0) & (y <= vocab)\n    y = tl",
+    ),
+    kernel(
+        "kernel: a number for a wrong target",
+        't = tl.where(in_range, 1.0, float("nan"))',
+        "t = tl.where(in_range, 1.0, 1.0)",
+    ),
+    kernel("kernel: scale tokens by 2 ** -nll", "tl.exp2(-nll * LOG2_E)", "tl.exp2(-nll)"),
+    kernel(
+        "kernel: use lse - s_y",
+        "nll = log_sum - (target_logit - maximum)",
+        "nll = (log_sum + maximum) - target_logit",
+    ),
+    kernel("kernel: forget the pivot", "(log_sum + (maximum - pivot)) - weighted_sum", "log_sum - weighted_sum"),
+    kernel("kernel: forget the z-loss", "tl.store(loss_ptr + row, loss + z)", "tl.store(loss_ptr + row, loss)"),
+    kernel(
+        "kernel: keep lse, not log sum",
+        "tl.store(lse_ptr + lse_stride + row, log_sum)\n    if",
+        "tl.store(lse_ptr + lse_stride + row, lse)\n    if",
+        "autograd",
+    ),
+    kernel(
+        "kernel: forget the scale in the gradient",
+        "a, b, d = a * logit_scale, b * logit_scale, d * logit_scale",
+        "pass",
+    ),
+    kernel(
+        "kernel: the first upstream gradient for all",
+        "tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32)",
+        "tl.load(grad_loss_ptr).to(tl.float32)",
+        "autograd",
+    ),
+    kernel("kernel: forget the scale in backward", "        t *= logit_scale\n", "        t *= 1.0\n"),
+    kernel("kernel: scale by nothing", "x.to(tl.float32) * factor", "x.to(tl.float32)", "autograd"),
+    kernel(
+        "kernel: leave the last row unscaled",
+        "rows, tl.num_programs(0)",
+        "rows - 1, tl.num_programs(0)",
+        "autograd",
+    ),
+)
+
+CHOICES = (
+    choice(
+        "let the variable beat the argument",
+        REGISTRY,
+        "if name is None or name in AUTO:",
+        "if os.environ.get(ENVIRONMENT_VARIABLE) or name is None or name in AUTO:",
+    ),
+    choice("fall back from a named backend", REGISTRY, 'if name in ("auto", row.backend)', "if name"),
+    choice(
+        "remember across the variable",
+        REGISTRY,
+        "key = (request, backend, os.environ.get(ENVIRONMENT_VARIABLE),",
+        "key = (request, backend,",
+    ),
+    choice("admit every option", CAPABILITY, "if name not in self.options]", "if not name]"),
+    choice("admit every later version", CAPABILITY, "<= _release(version) < self.below", "<= _release(version)"),
+    choice(
+        "admit every later architecture",
+        CAPABILITY,
+        "device.capability not in self.archs",
+        "(device.capability or (0, 0)) < min(self.archs)",
+    ),
+    choice(
+        "lose what a rule raised",
+        CAPABILITY,
+        'return f"its rule raised {type(error).__name__}: {error}"',
+        "return None",
+    ),
+    choice("admit every dtype", CAPABILITY, "if request.dtype not in self.dtypes:", "if not self.dtypes:"),
+)
+
+LOOP = (
+    Mutant("skip whatever is ignored", LINEAR, "max(1, self.rows * SKIP_FRACTION)", "1"),
+    Mutant(
+        "drop a chunk's last row",
+        LINEAR,
+        "yield slice(start, start + size)",
+        "yield slice(start, start + size - 1)",
+    ),
+    Mutant("one chunk for all", LINEAR, "size = min(left, self.chunk_rows)", "size = left"),
+    Mutant(
+        "leave skipped rows as they were",
+        LINEAR,
+        "new_input = x.new_empty if index is None else x.new_zeros",
+        "new_input = x.new_empty",
+    ),
+    Mutant(
+        "the bias of the last chunk",
+        LINEAR,
+        "self.bias[: self.classes] += grad",
+        "self.bias[: self.classes] = grad",
+    ),
+    Mutant(
+        "no zeros where nothing is labelled",
+        LINEAR,
+        "self.weight[self.classes if self.started else 0 :] = 0",
+        "pass",
+    ),
+    Mutant(
+        "upstream gradients of other rows",
+        LINEAR,
+        "lse[:, index], grad_loss[index]",
+        "lse[:, index], grad_loss[: len(index)]",
+    ),
+    Mutant("underflow in float16", "liger/call.py", " or (logits_dtype == torch.float16 and shrinks)", ""),
+    Mutant(
+        "smooth by more than 1",
+        "liger/options.py",
+        "0 <= smoothing <= 1",
+        "0 <= smoothing",
+        "not mutant",
+        ("bad_input", "modules"),
+    ),
+)
+MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP
 
 
 @dataclass(frozen=True)
@@ -138,11 +323,11 @@ class Verdict:
     """The first test that failed; None: it survived."""
 
 
-def tested(copy: Path, selected: str) -> subprocess.CompletedProcess[str]:
+def tested(copy: Path, selected: str, subjects: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     """The selected tests, up to the first failure, on the package in a copy of the tree."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", selected]
-    tests = [f"test/{name}" for name in TESTS]
+    tests = [f"test/test_{subject}.py" for subject in subjects]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     return subprocess.run(
         command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
@@ -170,7 +355,7 @@ def judged(mutant: Mutant | None) -> Verdict | None:
             path = copy / mutant.file
             path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
         try:
-            run = tested(copy, WITHOUT_KERNELS if mutant is None else mutant.selected)
+            run = tested(copy, *((WITHOUT_KERNELS, SUBJECTS) if mutant is None else (mutant.selected, mutant.subjects)))
         except subprocess.TimeoutExpired:
             return Verdict(mutant, f"all of them, by running for more than {SECONDS} s") if mutant else None
     failure = FIRST_FAILURE.search(run.stdout)

@@ -331,6 +331,11 @@ def test_training_step(tiny_models, tmp_path, capsys):
     }
     names = ("transformers", "liger", "liger_all_rows")
     assert speed == {(model, share, name) for model in (chosen[1], chosen[2]) for share in (100, 25) for name in names}
+    host, whole = (
+        [float(row["y_value_50"]) for row in rows if row["metric_name"] == metric] for metric in ("host", "speed")
+    )
+    assert all(0 < launched <= time for launched, time in zip(host, whole, strict=True))
+    assert {config(row)["compiled"] for row in rows} == {False}
     for metric in ("loss", "gradient_norm"):
         by_case = {}
         for row in rows:
@@ -347,6 +352,19 @@ def test_training_step(tiny_models, tmp_path, capsys):
     assert "qwen3-0.6b 25 %" not in capsys.readouterr().out
 
 
+def test_hf_trainer(tiny_models, tmp_path, capsys):
+    pytest.importorskip("accelerate")
+    trainer = importlib.import_module("benchmark.benchmark_hf_trainer")
+    small = ("--steps", "4", "--sequences", "2", "--length", "16", "--device", "cpu")
+    rows = run(trainer, tmp_path, *small)
+    found = {(row["kernel_provider"], row["metric_name"]): row for row in rows}
+    assert set(found) == {(name, metric) for name in ("transformers", "liger") for metric in ("speed", "loss")}
+    losses = [float(found[name, "loss"]["y_value_50"]) for name in ("transformers", "liger")]
+    assert losses[0] == pytest.approx(losses[1], rel=2**-6)  # the model's own loss is of bfloat16 logits
+    assert [config(found[name, "loss"])["fused"] for name in ("transformers", "liger")] == [0, 8]
+    assert "losses differ by at most" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "lora"), [("qwen3-1.7b", False), ("qwen3-8b", True)])
 def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch):
     """Each layer runs twice; the head sees the labelled rows of the skipping loss, and all of the other's."""
@@ -356,19 +374,39 @@ def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     causal = model.get_base_model() if lora else model
     assert causal.config._attn_implementation == "sdpa"
-    runs, projected, project = [], [], linear.linear._project
+    runs, projected, project = [], [], linear.linear.project
     causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
 
     def watched(call, plan, index, *rest):
         projected.append(call.rows if index is None else len(index))
         project(call, plan, index, *rest)
 
-    monkeypatch.setattr(linear.linear, "_project", watched)
+    monkeypatch.setattr(linear.linear, "project", watched)
     batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
     for loss in ("liger", "liger_all_rows"):
         tiny_models.prepare(model, batch, tiny_models.LOSSES[loss]())()
     assert len(runs) == 4
     assert projected == [8, 32]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_compiled_layers_are_the_model_s(tiny_models, monkeypatch):
+    """The layers run compiled, here by a compiler that only counts graphs, and the loss is the same."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compile = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile(module, backend=count))
+    batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
+    losses = {}
+    for compiled in (False, True):
+        model = tiny_models.SETUPS["qwen3-0.6b"].build(torch.device("cpu"), compiled=compiled)
+        losses[compiled] = tiny_models.prepare(model, batch, tiny_models.own_loss)().item()
+    assert graphs
+    assert losses[True] == pytest.approx(losses[False], rel=tiny_models.NOISE)
 
 
 def test_a_training_loss_that_is_another_is_not_timed(tiny_models, tmp_path, capsys, monkeypatch):
@@ -462,3 +500,26 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     run(cross_entropy, tmp_path, *SMALL_CE, "--providers", "torch", "--reduction", "mean", "--mode", "full")
     assert "1/1" in capsys.readouterr().out
+
+
+def split_benchmark(rank, path):
+    """In one of several processes, over gloo; the interpreter would take minutes."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    module = importlib.import_module("benchmark.benchmark_vocab_parallel")
+    small = ["--rows", "8", "--vocab", "40", "--hidden", "4", "--dtype", "float32", "--repeats", "2", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGER_BACKEND", "torch")
+        return module.main([*small, "--out", path])
+
+
+def test_split_vocabulary(world, tmp_path):
+    """It checks results and predicted bytes itself, on four ranks."""
+    path = tmp_path / "out.csv"
+    assert world.run(None, split_benchmark, str(path)) == [0] * 4
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = {row["kernel_provider"] for row in rows if row["metric_name"] == "speed"}
+    sent = {row["kernel_provider"]: float(row["y_value_50"]) for row in rows if row["metric_name"] == "sent"}
+    assert {"linear, one GPU", "linear, split", "logits, one GPU", "logits, split"} <= steps
+    assert sent["logits, split"] == 3 * 4 * 8 * 3  # three statistics of 4 bytes for 8 rows, to three others
+    assert sent["linear, split"] == sent["logits, split"] + 2 * 3 / 4 * 8 * 4 * 4

@@ -442,3 +442,16 @@ def test_a_reader_that_stops_is_no_error():
     told = subprocess.run(question, env=environment, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (told.returncode, told.stderr) == (141, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_bench_on_a_gpu(run, op):
+    shape = {CE: "1024x32000", FLCE: "1024x32000x512"}[op]
+    arguments = ("bench", "--seconds", "0.2", "--op", op, "--shape", shape, "--json")
+    found = json.loads(answer(run, *arguments))
+    lines = {line["name"]: line for line in found["measured"]}
+    logits_mib = 1024 * 32000 * 2 / 2**20
+    assert (found["dtype"], found["device"]["type"]) == ("bfloat16", "cuda")
+    assert lines["triton"]["ms"] < 100
+    assert logits_mib * 0.9 < lines["triton"]["extra_mib"] < lines["F.cross_entropy"]["extra_mib"]

@@ -130,6 +130,14 @@ def test_parts_of_any_size(loss, world, shape):
     check(world, loss, group, inputs_of(loss, 4), Split(BOUNDS[shape]), **EVERYTHING)
 
 
+def test_rows_in_several_blocks(ce, world):
+    """The torch backend takes so many rows at a time that its temporaries stay small."""
+    if ce.interpreted:
+        pytest.skip("the blocks are the torch backend's")
+    inputs = inputs_of(ce, 150, 40000)
+    check(world, ce, "two", inputs, Split(((0, 20000), (20000, 40000))), **EVERYTHING)
+
+
 def test_gpt2_vocabulary_over_two(loss, world):
     """50257 is odd."""
     if loss.interpreted:
@@ -508,7 +516,8 @@ def test_more_ranks_make_longer_chunks_and_sum_in_fp32():
             explain("fused_linear_cross_entropy", **about, vocab_parallel=wrong)
 
 
-def traced(rank, inputs, split):
+def traced(rank, inputs, split, fullgraph):
+    """What is said, or (loss, eager loss)."""
     made = split.of(rank, "two", inputs.vocab)
     own = ranks.own_part(inputs, made)
 
@@ -516,16 +525,19 @@ def traced(rank, inputs, split):
         return ranks.loss_of(replace(own, input=x), made, backend="torch")
 
     try:
-        torch.compile(loss, fullgraph=True, backend="eager")(own.input)
+        compiled = torch.compile(loss, fullgraph=fullgraph, backend="eager")(own.input)
     except Exception as error:  # noqa: BLE001 - dynamo may wrap it
         return str(error)
-    return None
+    return compiled, loss(own.input)
 
 
 def test_tracing_is_refused(world):
-    inputs = make_inputs(4, V)
-    for said in world.run("two", traced, inputs, Split(BOUNDS["two"])):
+    """Where a graph may break it does, and the call runs eagerly."""
+    arguments = make_inputs(4, V), Split(BOUNDS["two"])
+    for said in world.run("two", traced, *arguments, True):
         assert "vocab_parallel must be None under torch.compile" in said
+    for compiled, eager in world.run("two", traced, *arguments, False):
+        assert torch.equal(compiled, eager)
 
 
 def test_a_row_without_it_refuses(ce):

@@ -170,13 +170,13 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
     results = RowResults.empty(n, slab_like, call.options, keep_lse=call.recipe.gradient_in_backward)
-    gradients = _Gradients(call, plan, index) if call.recipe.gradient_in_forward else None
+    gradients = GradientSums(call, plan, index) if call.recipe.gradient_in_forward else None
 
     def rows(logits: Tensor, span: slice) -> None:
         grad = None if gradients is None else logits
         kernels.rows(logits, inputs.select(span), results.narrow(span), grad)
 
-    _project(call, plan, index, rows, gradients)
+    project(call, plan, index, rows, gradients)
     if index is not None:
         results = results.scatter(index, call.rows)
     return results, None if gradients is None else gradients.finish(), index
@@ -191,21 +191,21 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
     inputs = call.row_inputs()
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
-    gradients = _Gradients(call, plan, index)
+    gradients = GradientSums(call, plan, index)
 
     def rows(logits: Tensor, span: slice) -> None:
         kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
 
-    _project(call, plan, index, rows, gradients)
+    project(call, plan, index, rows, gradients)
     return gradients.finish()
 
 
-def _project(
+def project(
     call: Call,
     plan: Plan,
     index: Tensor | None,
     rows: Callable[[Tensor, slice], None],
-    gradients: _Gradients | None,
+    gradients: GradientSums | None,
 ) -> None:
     """Run `rows` on the logits of each chunk in turn and, with `gradients`, add what it turned them into."""
     x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
@@ -235,7 +235,7 @@ def _project(
             gradients.add(logits, chunk, weight, span, last=span is spans[-1])
 
 
-class _Gradients:
+class GradientSums:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
@@ -312,7 +312,7 @@ class _InputParts:
         self.total: Callable[[], Tensor] | None = None
 
     def add(self, grad: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
-        """Add a chunk, as `_Gradients` does."""
+        """Add a chunk, as `GradientSums` does."""
         if self.index is not None and self.everywhere:
             rows = self.part.new_empty((grad.shape[0], weight.shape[1]))
             _accumulate(rows, grad, weight, first=True)

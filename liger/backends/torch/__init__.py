@@ -22,7 +22,12 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
 
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
-    return spec.row_stats(logits, inputs)
+    parts = [spec.row_stats(logits[block], inputs.select(block)) for block in _blocks(*logits.shape)]
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return RowStats.of_nothing(0, logits, inputs.options)
+    return RowStats._make(None if rows[0] is None else torch.cat(rows) for rows in zip(*parts, strict=True))
 
 
 def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
