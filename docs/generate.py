@@ -91,6 +91,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "causal_classes": results.causal_classes,
     "hf_trainer": results.hf_trainer,
     "cutedsl_rows": results.cutedsl_rows,
+    "cutedsl_facts": results.cutedsl_facts,
     "gemm_rates": results.gemm_rates,
     "clock": results.clock,
     "host_time": results.host_time,

@@ -716,6 +716,11 @@ def cutedsl_rows() -> str:
     return table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
 
 
+def cutedsl_facts() -> str:
+    """What else was noted of the CuTe DSL backend."""
+    return _noted("cutedsl_facts_h200")
+
+
 def gemm_rates() -> str:
     """The products of a chunk by its rows, as noted before there was a package."""
     return _noted("gemm_rates_h200")
