@@ -93,6 +93,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cutedsl_rows": results.cutedsl_rows,
     "cutedsl_facts": results.cutedsl_facts,
     "gemm_rates": results.gemm_rates,
+    "chunk_streams": results.chunk_streams,
     "clock": results.clock,
     "host_time": results.host_time,
     "sweeps": results.sweeps,

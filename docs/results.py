@@ -532,10 +532,11 @@ def _step_summary(run: Run) -> str:
             shown = (peaks.get(name) for name in ("liger", "transformers", "liger_kernel"))
             memory = ("" if peak is None else f"{peak / 1024:.1f}" for peak in shown)
             name = f"{model}{', LoRA' * lora}{', compiled' * compiled}"
-            cells = (name, f"{share:g}", ms(times["liger"]), launched, *others, *memory, _apart(losses))
+            through = next(r.config["through"] for r in group if r.provider == "liger")
+            cells = (name, f"{share:g}", through, ms(times["liger"]), launched, *others, *memory, _apart(losses))
             lines.append(((lora, config["H"], config["V"], compiled, -share), cells))
     head = (
-        *("model", "labelled, %", "liger, ms", "launched after, ms"),
+        *("model", "labelled, %", "through", "liger, ms", "launched after, ms"),
         *(f"{name}, ms (liger / it)" for name in OTHERS.values()),
         *("peak GiB, liger", "its own loss", "liger-kernel", "losses apart"),
     )
@@ -724,6 +725,19 @@ def cutedsl_facts() -> str:
 def gemm_rates() -> str:
     """The products of a chunk by its rows, as noted before there was a package."""
     return _noted("gemm_rates_h200")
+
+
+STREAMS = {"c4096": "one stream, ms", "c4096_dualdw": "two, ms", "c4096_lt": "one, cuBLASLt, ms"}
+"""Variants in the file, all in chunks of 4096 rows."""
+
+
+def chunk_streams() -> str:
+    """The products of a chunk's gradients one after the other and side by side, as noted."""
+    times: dict[str, dict[str, str]] = {}
+    for row in read(NOTED / "chunk_streams_h200.csv"):
+        times.setdefault(f"{row['hidden']} × {row['vocab']}, {row['rows']}", {})[row["variant"]] = row["ms"]
+    lines = ((shape, *(ms(float(found[variant])) for variant in STREAMS)) for shape, found in times.items())
+    return table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
 
 
 def clock() -> str:

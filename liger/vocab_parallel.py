@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=False)
+@dataclass(frozen=True, slots=True)
 class VocabParallel:
     r"""This rank's part of a vocabulary that is split over a process group, for `vocab_parallel=` of the losses.
 
     The parts may differ in size and their last columns may be padding. Made this way, it is a collective operation: the
-    ranks tell each other their parts, once, and every rank raises if these do not fit together. `even` and `from_dtensor`
-    know all parts and send nothing.
+    ranks tell each other their parts, once, and every rank raises if these do not fit together (over NCCL, set the current
+    device first). `even`, `equal` and `from_dtensor` know all parts and send nothing.
 
     What a loss with `vocab_parallel=` takes and gives on a rank with w = stop - start classes:
 

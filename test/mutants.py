@@ -311,7 +311,25 @@ LOOP = (
         ("bad_input", "modules"),
     ),
 )
-MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP
+SPLIT, PARTS = "liger/backends/split.py", "liger/vocab_parallel.py"
+SPLIT_VOCABULARY = tuple(
+    Mutant(*broken, selected="not triton", subjects=("vocab_parallel", "sharded_heads"))
+    for broken in (
+        ("number each rank's classes from 0", SPLIT, "(stats.argmax + inputs.start)", "stats.argmax"),
+        ("leave what padding held", SPLIT, "        grad[:, classes:] = 0\n", ""),
+        ("scale by no rank's probability", SPLIT, "* lse[2].exp()", "* 1"),
+        ("give ties to the highest id", SPEC, "torch.iinfo(torch.int64).max).amin(0)", "-1).amax(0)"),
+        ("forget how far a rank is below", SPEC, "(self.target_logit + shift)", "self.target_logit"),
+        ("smooth relative to each rank's maximum", SPEC, "(self.weighted_sum + moved).sum(0)", "self.weighted_sum.sum(0)"),
+        ("subtract a one-hot on every rank", SPEC, "torch.where(here, -b, 0)[:, None]", "-b[:, None]"),
+        ("smooth over a rank's part", "liger/call.py", "vocab=split.vocab_size)", "vocab=split.classes or 1)"),
+        ("keep a rank's part of dx", PARTS, "work = dist.all_reduce(total,", "work = dist.all_reduce(total.clone(),"),
+        ("plan by a rank's part", LINEAR, "(call.rows, call.vocab, ", "(call.rows, weight.shape[0], "),
+        ("gather tokens twice", PARTS, "return self.gather(tensor).view", "return self.gather(self.gather(tensor)[0]).view"),
+        ("sum FSDP's gradients", "liger/integrations/fsdp.py", "gradient / ranks)", "gradient)"),
+    )
+)
+MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY
 
 
 @dataclass(frozen=True)

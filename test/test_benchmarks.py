@@ -336,6 +336,8 @@ def test_training_step(tiny_models, tmp_path, capsys):
     )
     assert all(0 < launched <= time for launched, time in zip(host, whole, strict=True))
     assert {config(row)["compiled"] for row in rows} == {False}
+    through = {row["kernel_provider"]: config(row)["through"] for row in rows}
+    assert through == {"transformers": "the model", "liger": "patch", "liger_all_rows": "patch"}
     for metric in ("loss", "gradient_norm"):
         by_case = {}
         for row in rows:
@@ -407,6 +409,15 @@ def test_compiled_layers_are_the_model_s(tiny_models, monkeypatch):
         losses[compiled] = tiny_models.prepare(model, batch, tiny_models.own_loss)().item()
     assert graphs
     assert losses[True] == pytest.approx(losses[False], rel=tiny_models.NOISE)
+
+
+def test_a_patch_that_fuses_nothing_is_not_timed(tiny_models, tmp_path, capsys, monkeypatch):
+    """Instead of the model's own path under another name."""
+    own = tiny_models.own_loss
+    monkeypatch.setattr(tiny_models, "own_loss", lambda model, ids, labels: own(model.eval(), ids, labels))
+    rows = run(tiny_models, tmp_path, *SMALL_STEP, "--models", "qwen3-0.6b", "--shares", "50", "--losses", "liger")
+    assert rows == []
+    assert "liger failed, RuntimeError: the loss was not fused: " in capsys.readouterr().out
 
 
 def test_a_training_loss_that_is_another_is_not_timed(tiny_models, tmp_path, capsys, monkeypatch):

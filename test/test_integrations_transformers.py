@@ -2,12 +2,14 @@
 
 import copy
 import csv
+import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
 import types
+import weakref
 
 import pytest
 import torch
@@ -254,6 +256,18 @@ def test_a_loss_of_the_users_own(llama):
         assert llama.loss_function is function
 
 
+def test_a_loss_function_set_later_is_the_one_that_counts(llama):
+    inputs = batch(llama)
+    handle = patch(llama)
+    llama.loss_function = lambda logits, labels, vocab_size, **kwargs: (logits * 0).sum() + 7
+    assert llama(**inputs).loss == 7
+    assert report(llama).materialised == {"a factor of 0": 1}
+    with pytest.raises(ValueError, match="must not be patched already"):
+        patch(llama)
+    handle.remove()
+    assert llama(**inputs).loss == 7
+
+
 def test_a_backend_by_name(llama):
     with patch(llama, backend="torch"):
         assert step(llama, batch(llama)).output.logits is None
@@ -366,14 +380,27 @@ def test_device_maps_of_accelerate(llama):
         assert report(model).status == "fused", report(model)
 
 
-def test_an_offloaded_head_gets_real_logits(llama):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_offloaded_head_gets_real_logits(llama, when):
     accelerate = pytest.importorskip("accelerate")
     inputs = batch(llama)
     wanted = llama(**inputs).loss
-    accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
+    if when == "before":
+        accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
     with patch(llama):
+        if when == "after":
+            accelerate.cpu_offload(llama, execution_device=torch.device("cpu"))
         assert torch.equal(llama(**inputs).loss, wanted)
         assert report(llama).status == "materialised"
+
+
+def test_a_patch_keeps_no_model_alive():
+    model = build("LlamaForCausalLM")
+    patch(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_models_that_cannot_be_patched(llama):
@@ -433,6 +460,17 @@ def test_copies_and_pickles_are_not_patched(llama, tmp_path):
             assert report(other).status == "refused"
             with patch(other):
                 assert difference(plain, step(other, inputs)) <= CLOSE
+
+
+def test_replicas_of_data_parallel_are_not_patched(llama):
+    """Their methods would be bound to the original, on another device."""
+    before = llama.loss_function
+    with patch(llama):
+        replica, head = llama._replicate_for_data_parallel(), llama.lm_head._replicate_for_data_parallel()
+        assert replica.forward.__self__ is replica
+        assert head.forward.__self__ is head
+        assert replica.loss_function is before
+        assert "forward" in llama.__dict__
 
 
 def test_threads_do_not_see_each_other(llama):
@@ -561,6 +599,25 @@ for name in ("ddp", "root", "tied", "alone"):
     assert name != "alone" or "not on the head" in report(model).reason
 destroy_process_group()
 """
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma2ForCausalLM"])
+def test_on_a_gpu_in_bfloat16(name, monkeypatch):
+    """As near to the model in float32 as its own loss in bfloat16 is, and without waiting for the number of items."""
+    monkeypatch.delenv("LIGER_BACKEND")
+    model = build(name).cuda()
+    inputs = {key: value.cuda() for key, value in batch(model).items()}
+    items = ITEMS.cuda()
+    truth = step(model, inputs, num_items_in_batch=items)
+    model.bfloat16()
+    plain = step(model, inputs, num_items_in_batch=items)
+    with patch(model, backend="triton"):
+        fused = step(model, inputs, num_items_in_batch=items)
+        assert report(model).status == "fused"
+    for found in (plain, fused):
+        found.gradients = {key: value.float() for key, value in found.gradients.items()}
+    assert 0 < difference(truth, fused) <= 2 * difference(truth, plain)
 
 
 # The trainer.

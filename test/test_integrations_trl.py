@@ -16,6 +16,11 @@ TheirFunction, their_selective = utils._ChunkedLogProbFunction, utils.selective_
 ROWS, VOCAB, HIDDEN = 9, 37, 8
 
 
+@pytest.fixture(autouse=True)
+def _on_torch(monkeypatch):
+    monkeypatch.setenv("LIGER_BACKEND", "torch")
+
+
 def leaves(dtype=torch.float32, *, bias=True, frozen=(), seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (ROWS, HIDDEN), "weight": (VOCAB, HIDDEN), "bias": (VOCAB,) if bias else None}
@@ -54,10 +59,12 @@ def outcome(found, made, upstream):
     ids="+".join,
 )
 @pytest.mark.parametrize(("temperature", "cap", "scale"), [(1.0, None, 1.0), (0.7, 3.0, 0.5), (2.0, None, 4.0)])
-@pytest.mark.parametrize("function", ["ours", "theirs"])
-def test_every_result_and_gradient(function, outputs, temperature, cap, scale):
-    """Against float64; TRL's own function stands the same test."""
-    call = ours.ChunkedLogProb if function == "ours" else TheirFunction
+@pytest.mark.parametrize("function", ["torch", "triton", "theirs"])
+def test_every_result_and_gradient(function, outputs, temperature, cap, scale, monkeypatch):
+    """Against float64, on each backend; TRL's own function stands the same test."""
+    if function != "theirs":
+        monkeypatch.setenv("LIGER_BACKEND", function)
+    call = TheirFunction if function == "theirs" else ours.ChunkedLogProb
     options = {"temperature": temperature, "cap": cap, "scale": scale}
     made, target, upstream = leaves()
     chunk = 16 if function == "theirs" else max(1, 2 * VOCAB // ours.TILE_TOKENS)

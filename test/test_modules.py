@@ -42,7 +42,7 @@ OPTIONS = {
         "chunk_size": 2,
     },
 }
-NOT_IN_APPLY = ("chunk_size", "logit_scale")
+NOT_IN_APPLY = ("chunk_size", "logit_scale", "vocab_parallel")
 TRITON_ONLY = {"loss_dtype": torch.float32, "in_place": True}
 CASES = [(module, {name: value}) for module, options in OPTIONS.items() for name, value in options.items()]
 CASES += [(module, {}) for module in OPTIONS] + list(OPTIONS.items())
@@ -341,6 +341,7 @@ ALLOWED = {
     "accum_dtype": "None or a floating-point torch.dtype",
     "use_token_scaling": "True or False",
     "chunk_size": "None or an int >= 1",
+    "vocab_parallel": "None or a VocabParallel",
 }
 BAD = {
     "ignore_index": (None, 1.0, "-100", True),
@@ -357,6 +358,7 @@ BAD = {
     "accum_dtype": (torch.int32, torch.complex64, "float32", float),
     "use_token_scaling": (None, 1, "yes"),
     "chunk_size": (0, -1, 1.5, "16", True),
+    "vocab_parallel": (2, "tp", True, [(0, 10)]),
 }
 BAD_VALUES = [(name, value) for name, values in BAD.items() for value in values]
 REFUSED = pytest.mark.parametrize(("name", "value"), BAD_VALUES, ids=repr)
@@ -368,7 +370,8 @@ def refused(name, value):
 
 
 def takes(module, name):
-    return name in OPTIONS[module] or (module is LigerCrossEntropyLoss and name in TRITON_ONLY)
+    everywhere = name in OPTIONS[module] or name == "vocab_parallel"  # of which test_vocab_parallel.py makes some
+    return everywhere or (module is LigerCrossEntropyLoss and name in TRITON_ONLY)
 
 
 def test_bad_values_cover_every_option():

@@ -191,6 +191,7 @@ def test_lowest_index_wins_a_tie(loss):
 
 def test_statistics_of_a_split_vocabulary_combine(ce):
     """What a vocabulary that is split over memory or GPUs rests on: maxima and sums of the parts give the whole's."""
+    ce.needs(vocab_parallel=2)
     inputs = ce.inputs(4, 50, dtype=ce.finest, class_weight=True, ignored=0.0)
     options = CrossEntropyOptions(label_smoothing=0.1, return_predicted_tokens=True)
     kernels, w = ce.row.kernels(), inputs.class_weight.to(spec.compute_dtype(ce.finest))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import RankError, Split, World
 
-from liger import DeviceInfo, VocabParallel, explain
+from liger import DeviceInfo, LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, VocabParallel, explain
 from liger.dispatch import Request
 from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, Outcome, assert_matches, make_inputs
@@ -28,6 +28,14 @@ BOUNDS = {
     "reversed": ((20, V), (0, 20)),
     "empty": ((0, 0), (0, 30), (30, V)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_on_the_cpu(request):
+    """What is parametrised over devices as well runs there once, in a test of its own."""
+    subjects = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
+    if "gpus" not in request.fixturenames and any(getattr(subject, "device", "") == "cuda" for subject in subjects):
+        pytest.skip("test_two_gpus has the GPUs' share")
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +290,21 @@ def test_retained_graph(loss, world, reduction):
         assert first.any()
 
 
+def by_module(rank, inputs, split, backend):
+    """(loss by function, by module)"""
+    made = split.of(rank, "two", inputs.vocab)
+    own = ranks.own_part(inputs, made)
+    kind = LigerCrossEntropyLoss if own.weight is None else LigerFusedLinearCrossEntropyLoss
+    module = kind(own.class_weight, vocab_parallel=made, backend=backend)
+    tensors = (own.input, own.target) if own.weight is None else (own.weight, own.input, own.target, own.bias)
+    return ranks.loss_of(own, made, backend=backend), module(*tensors)
+
+
+def test_modules(loss, world):
+    for function, module in world.run("two", by_module, inputs_of(loss, 4), Split(BOUNDS["padded"]), loss.row.backend):
+        assert torch.equal(function, module)
+
+
 def test_default_group(loss, world):
     """group=None is the default process group, here of four."""
     bounds = ((0, 10), (10, 20), (20, 30), (30, V))
@@ -339,6 +362,15 @@ def test_collectives(loss, world, reduction):
             assert both == [[gathered], []]
         else:
             assert both == ([[gathered, summed], []] if reduction == "mean" else [[gathered], [summed]])
+
+
+def test_collectives_of_split_tokens(flce, world):
+    """Half of a sum each way: tokens gathered before the statistics, their gradient scattered at the end."""
+    inputs = inputs_of(flce, 6, class_weight=False, ignored=0.0)
+    options, split = {"backend": flce.row.backend, "return_predicted_tokens": True}, {"sequence_parallel": True}
+    for forward, backward in world.run("two", communicated, inputs, Split(BOUNDS["two"], split), options):
+        assert forward == [("all_gather", 3 * 16 * 4), ("all_gather", 4 * 6 * 4), ("reduce_scatter", 6 * 16 * 4)]
+        assert not backward
 
 
 def in_place(rank, inputs, split):
@@ -552,6 +584,7 @@ def test_two_gpus(loss, gpus):
     """Everything once over NCCL."""
     if loss.device == "cpu":
         pytest.skip("this is for GPUs")
+    loss.needs(vocab_parallel=2)
     for dtype in (torch.float32, torch.bfloat16):
         extra = {"bias": True} if loss.fused else {}
         inputs = loss.inputs(64, 1000, 16, dtype=dtype, class_weight=True, **extra)

@@ -35,20 +35,13 @@ class RowKernels(Protocol):
 
 
 LOSS = frozenset(
-    {
-        "ignore_index",
-        "reduction",
-        "label_smoothing",
-        "lse_square_scale",
-        "softcap",
-        "logit_scale",
-        "num_items",
-        "vocab_parallel",
-    }
+    {"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"}
 )
 EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}
+SPLIT = frozenset({"vocab_parallel"})
+"""Of rows whose `row_stats` and `row_grad` take a part of the vocabulary: the inputs' `start`, `vocab`, `target_weight`."""
 
 INTERPRETER = "TRITON_INTERPRET"
 TRITON = Package("triton", "triton", minimum=(3, 3), below=(4,), aliases=("pytorch-triton-rocm",))
@@ -114,17 +107,19 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
-    # A rank's part of a split vocabulary need not be whole vectors long, which a request does not tell.
-    _cutedsl("cross_entropy", CROSS_ENTROPY - {"vocab_parallel"}),
-    _cutedsl("fused_linear_cross_entropy", LINEAR - {"vocab_parallel"}),
-    _triton("cross_entropy", CROSS_ENTROPY | {"loss_dtype", "in_place"}),
-    _triton("fused_linear_cross_entropy", LINEAR),
+    # First where it runs: on one H200 (2026-11-29) its rows with gradient took 1.07 to 1.08 times a copy at V = 128256 to 262144,
+    # Triton's 1.20 to 1.30; 1.13 against 1.10 at 32000 (docs/data/cutedsl_rows_h200.csv). (10, 0) and (10, 3): compiled for, not
+    # run on. Not SPLIT: a rank's part of a vocabulary need not be whole vectors long, which a request does not tell.
+    _cutedsl("cross_entropy", CROSS_ENTROPY),
+    _cutedsl("fused_linear_cross_entropy", LINEAR),
+    _triton("cross_entropy", CROSS_ENTROPY | SPLIT | {"loss_dtype", "in_place"}),
+    _triton("fused_linear_cross_entropy", LINEAR | SPLIT),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.
     Implementation(
         op="cross_entropy",
         backend="torch",
         module="liger.backends.torch",
-        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=CROSS_ENTROPY),
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=CROSS_ENTROPY | SPLIT),
         checks_target=True,
         consumes_saved=False,
     ),
@@ -132,7 +127,7 @@ for implementation in (
         op="fused_linear_cross_entropy",
         backend="torch",
         module="liger.backends.torch",
-        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=LINEAR),
+        capability=Capability(devices=None, dtypes=frozenset({F16, BF16, F32, F64}), options=LINEAR | SPLIT),
         checks_target=True,
         consumes_saved=False,
     ),

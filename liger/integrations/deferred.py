@@ -108,19 +108,20 @@ def defer(
     mode = _Mode.of(hidden)
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     head = _Head(forward, hidden, weight, bias, mode, backend, tally, _versions(tensors))
-    return DeferredLogits(head, hidden, mode.autocast or hidden.dtype, 1.0, None, None, None)
+    return DeferredLogits(head, hidden, mode.autocast or hidden.dtype, weight.device, 1.0, None, None, None)
 
 
 class DeferredLogits:
     """Logits (..., V): `cap * tanh(scale * linear(hidden))`, or without a cap `scale * linear(hidden)`."""
 
-    __slots__ = ("_after", "_dtype", "_head", "_hidden", "_parent", "_real", "_repeat", "_scale")
+    __slots__ = ("_after", "_device", "_dtype", "_head", "_hidden", "_parent", "_real", "_repeat", "_scale")
 
     def __init__(
         self,
         head: _Head,
         hidden: Tensor,
         dtype: torch.dtype,
+        device: torch.device,
         scale: float,
         after: float | None,
         parent: DeferredLogits | None,
@@ -130,6 +131,8 @@ class DeferredLogits:
         self._hidden = hidden
         """The rows of the head's input that these logits belong to."""
         self._dtype = dtype
+        self._device = device
+        """Where the logits would be, and a loss of them is."""
         self._scale = scale
         """What multiplies the head's output, before a tanh."""
         self._after = after
@@ -152,8 +155,8 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        """Of the head."""
-        return self._head.weight.device
+        """As the logits would have it."""
+        return self._device
 
     @property
     def ndim(self) -> int:
@@ -167,7 +170,7 @@ class DeferredLogits:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the head is on a GPU."""
+        """As the logits would have it."""
         return self.device.type == "cuda"
 
     def size(self, dim: int | None = None) -> Any:
@@ -195,13 +198,14 @@ class DeferredLogits:
     # What a fused loss can repeat.
 
     def _then(self, repeat: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
-        state: dict[str, Any] = {"hidden": self._hidden, "dtype": self._dtype, "scale": self._scale, "after": self._after}
-        return DeferredLogits(self._head, parent=self, repeat=repeat, **(state | changed))
+        state: dict[str, Any] = {"hidden": self._hidden, "dtype": self._dtype, "device": self._device}
+        state |= {"scale": self._scale, "after": self._after, "parent": self, "repeat": repeat}
+        return DeferredLogits(self._head, **(state | changed))
 
     def _times(self, factor: Any, apply: Callable[[Any, Any], Any], inverse: bool) -> Any:
         number = _number(factor)
         if number is None or number == 0:
-            return apply(self.made("a factor that is no number"), factor)
+            return apply(self.made("a factor of 0" if number == 0 else "a factor that is no number"), factor)
         before = self._scale if self._after is None else self._after
         value = before / number if inverse else before * number
         changed = {"scale": value} if self._after is None else {"after": value}
@@ -233,19 +237,26 @@ class DeferredLogits:
         return self.made("a second tanh").tanh() if self._after is not None else self._then(torch.tanh, after=1.0)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a tensor: a cast among floating-point dtypes, or nothing, is repeated."""
-        wanted = [value for value in (*args, *kwargs.values()) if not isinstance(value, bool)]
-        dtype = next((value for value in wanted if isinstance(value, torch.dtype)), self._dtype)
-        known = all(
-            value is None or isinstance(value, torch.dtype) or _is_device(value, self.device) for value in wanted
-        )
-        if not known or dtype not in FLOATING_DTYPES or set(kwargs) - {"dtype", "device", "non_blocking", "copy"}:
+        """As of a tensor: a move, and a cast among floating-point dtypes, are repeated."""
+        dtype, device, known = self._dtype, self._device, not set(kwargs) - {"dtype", "device", "non_blocking", "copy"}
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, torch.device):
+                device = value
+            elif isinstance(value, str):
+                device = torch.device(value)
+            elif value is not None and not isinstance(value, bool):
+                known = False
+        if not known or dtype not in FLOATING_DTYPES:
             return self.made("to").to(*args, **kwargs)
-        return self._then(lambda real: real.to(*args, **kwargs), dtype=dtype)
+        if device.type == self._device.type and device.index is None:
+            device = self._device
+        return self._then(lambda real: real.to(*args, **kwargs), dtype=dtype, device=device)
 
     def type_as(self, other: Any) -> Any:
         """As of a tensor."""
-        return self.to(other.dtype) if other.device == self.device else self.made("type_as").type_as(other)
+        return self.to(other.device, other.dtype)
 
     def contiguous(self) -> DeferredLogits:
         """As of a tensor."""
@@ -362,7 +373,7 @@ class DeferredLogits:
             loss = liger_fused_linear_cross_entropy(
                 self._hidden,
                 head.weight,
-                target.to(self.device),
+                target.to(head.weight.device),
                 head.bias,
                 logit_scale=scale,
                 softcap=cap,
@@ -372,7 +383,7 @@ class DeferredLogits:
             if not isinstance(loss, Tensor):
                 raise TypeError("a fused loss returns one tensor")
         head.tally.fused += 1
-        return loss.to(self._dtype if autocast_dtype(loss) is None else torch.float32)
+        return loss.to(self._device, self._dtype if autocast_dtype(loss) is None else torch.float32)
 
 
 def replaced(value: Any, change: Callable[[DeferredLogits], Any]) -> Any:
@@ -430,13 +441,6 @@ def _number(value: Any) -> float | None:
         plain = value.ndim == 0 and not value.requires_grad and not value.is_meta and type(value) is Tensor
         value = value.item() if plain and on_host(value) else None
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _is_device(value: Any, device: torch.device) -> bool:
-    if isinstance(value, (str, torch.device)):
-        asked = torch.device(value)
-        return asked.type == device.type and asked.index in (None, device.index)
-    return False
 
 
 REPEATED: dict[Any, Callable[..., Any]] = {

@@ -17,6 +17,7 @@ import functools
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,7 +35,10 @@ from .deferred import DeferredLogits, Tally, defer, replaced
 
 _active = threading.local()
 """`.handle`: whose model is running with labels in this thread."""
+_handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.WeakKeyDictionary()
+"""Of the models that are patched, whose methods keep their handles alive."""
 
+_MISSING = object()
 SHARD_FIX = (
     "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
 )
@@ -67,12 +71,15 @@ class Handle:
         self.tally = Tally()
         self.head_forward: Any = None
         """What stands for the head's forward; None where the head was no linear one."""
+        self.before: dict[nn.Module, dict[str, Any]] = {}
+        """What stood in the place of each attribute that the patch set."""
         self._undo: list[Callable[[], None]] = []
         self._active = False
 
     def remove(self) -> None:
         """Give the model its own methods back. What was wrapped around them since goes on working, without the patch."""
         self._active = False
+        _handles.pop(self.model, None)
         while self._undo:
             self._undo.pop()()
 
@@ -116,7 +123,11 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
     if _not_linear(handle.head) is None:
         handle.head_forward = _head_forward(handle, handle.head.forward)
         _replace(handle, handle.head, "forward", handle.head_forward)
+    _replace(handle, model, "_replicate_for_data_parallel", _plain_replicas(model, handle))
+    if handle.head_forward is not None:
+        _replace(handle, handle.head, "_replicate_for_data_parallel", _plain_replicas(handle.head, handle))
     handle._active = True
+    _handles[model] = weakref.ref(handle)
     return handle
 
 
@@ -158,9 +169,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _handle_of(model: nn.Module) -> Handle | None:
-    """Nobody wraps what the official setter set, so it is where a patch can be found again."""
-    loss = model.__dict__.get("_loss_function")
-    return loss.handle if isinstance(loss, _Loss) and loss.handle.model is model else None
+    known = _handles.get(model)
+    return None if known is None else known()
 
 
 def _refusal(model: nn.Module) -> str | None:
@@ -237,13 +247,13 @@ def _why_materialised(handle: Handle) -> str | None:
 
 def _replace(handle: Handle, module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute of this module alone, and remember how to undo that if nobody has set another since."""
-    missing = object()
-    before = module.__dict__.get(name, missing)
+    before = module.__dict__.get(name, _MISSING)
+    handle.before.setdefault(module, {})[name] = before
     module.__dict__[name] = value
 
     def undo() -> None:
         if module.__dict__.get(name) is value:
-            if before is missing:
+            if before is _MISSING:
                 del module.__dict__[name]
             else:
                 module.__dict__[name] = before
@@ -274,6 +284,21 @@ def _bound(handle: Handle, module: nn.Module, before: Callable[..., Any], instea
 
 def _with_first(signature: inspect.Signature, parameter: inspect.Parameter) -> inspect.Signature:
     return signature.replace(parameters=[parameter, *signature.parameters.values()])
+
+
+def _plain_replicas(module: nn.Module, handle: Handle) -> Any:
+    """What DataParallel asks for a replica, whose methods would be bound to `module`; its replicas are not patched."""
+
+    def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+        replica: nn.Module = type(self)._replicate_for_data_parallel(self)  # type: ignore[no-untyped-call]
+        for name, before in handle.before[module].items() if self is module else ():
+            if before is _MISSING:
+                replica.__dict__.pop(name, None)
+            else:
+                replica.__dict__[name] = before
+        return replica
+
+    return types.MethodType(_replicate_for_data_parallel, module)
 
 
 def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
