@@ -109,7 +109,7 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 for implementation in (
     # First where it runs: on one H200 (2026-11-29) its rows with gradient took 1.07 to 1.08 times a copy at V = 128256 and
     # beyond, Triton's 1.20 to 1.30; 1.13 against 1.10 at 32000 (docs/data/cutedsl_rows_h200.csv). For (10, 0) and (10, 3) it is
-    # compiled, and was not run. Not SPLIT: a rank's part of a vocabulary need not be whole vectors long, which no request tells.
+    # compiled, and was not run. Not SPLIT: a rank's part of a vocabulary may end within a vector, which no request tells.
     _cutedsl("cross_entropy", CROSS_ENTROPY),
     _cutedsl("fused_linear_cross_entropy", LINEAR),
     _triton("cross_entropy", CROSS_ENTROPY | SPLIT | {"loss_dtype", "in_place"}),
