@@ -10,9 +10,9 @@ BIN := $(VENV)/bin
 
 # What each target installs beside torch.
 extras-demo := demo
-extras-bench := bench,triton
+extras-bench := bench,triton,cutedsl
 extras-docs := docs
-extras-test := demo,docs,test,dev,triton,transformers,trl
+extras-test := demo,docs,test,dev,triton,cutedsl,transformers,trl
 
 .PHONY: help demo bench test lint format docs clean distclean
 

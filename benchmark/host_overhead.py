@@ -65,7 +65,7 @@ def main() -> None:
     target = torch.randint(32000, (128,), device="cuda")
     hidden = torch.randn(128, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(32000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    for backend in ("triton", "torch"):
+    for backend in ("cutedsl", "triton", "torch"):
         for reduction in ("mean", "none"):
             loss = LigerCrossEntropyLoss(reduction=reduction, backend=backend)
             forward = host_us(lambda loss=loss: loss(logits, target))

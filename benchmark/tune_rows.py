@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from liger import spec
+from liger.backends import RowKernels
 from liger.backends import triton as backend
 from liger.backends.triton.launch import Launch
 from liger.options import CrossEntropyOptions
@@ -70,11 +71,11 @@ class Problem:
     def copy(self) -> None:
         self.grad.copy_(self.logits)
 
-    def run(self, kernel: str) -> None:
+    def run(self, kernel: str, kernels: RowKernels = backend) -> None:
         if kernel == "row_grad":
-            backend.row_grad(self.logits, self.inputs, self.results.lse, self.upstream, self.grad)
+            kernels.row_grad(self.logits, self.inputs, self.results.lse, self.upstream, self.grad)
         else:
-            backend.rows(self.logits, self.inputs, self.results, self.grad if kernel == "rows" else None)
+            kernels.rows(self.logits, self.inputs, self.results, self.grad if kernel == "rows" else None)
 
     def is_right(self, kernel: str) -> bool:
         return kernel == "loss" or torch.allclose(self.grad[:64].float(), self.wanted, rtol=1e-2, atol=1e-9)

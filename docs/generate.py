@@ -90,6 +90,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "accumulation": results.accumulation,
     "causal_classes": results.causal_classes,
     "hf_trainer": results.hf_trainer,
+    "cutedsl_rows": results.cutedsl_rows,
+    "cutedsl_facts": results.cutedsl_facts,
     "gemm_rates": results.gemm_rates,
     "chunk_streams": results.chunk_streams,
     "clock": results.clock,

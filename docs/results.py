@@ -573,7 +573,7 @@ def faster_peers() -> str:
     return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
 
 
-DEFAULTS = ("liger_triton", "liger")
+DEFAULTS = ("liger_cutedsl", "liger_triton", "liger")
 """This package as it comes, where it is measured under either name."""
 
 
@@ -706,6 +706,20 @@ def hf_trainer() -> str:
     titles = {"transformers": "the model's own loss", "liger": "patched"}
     caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {_made_on(rows[0])}.*\n\n"
     return caption + table(("", *(titles[name] for name in names)), lines)
+
+
+def cutedsl_rows() -> str:
+    """The row kernels of two backends, as noted from one run."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read(NOTED / "cutedsl_rows_h200.csv"):
+        found.setdefault((row["kernel"], row["vocab"]), {})[row["provider"]] = f"{float(row['ratio_to_floor']):.2f}×"
+    lines = [(*key, ratios["cutedsl"], ratios["triton"]) for key, ratios in found.items()]
+    return table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
+
+
+def cutedsl_facts() -> str:
+    """What else was noted of the CuTe DSL backend."""
+    return _noted("cutedsl_facts_h200")
 
 
 def gemm_rates() -> str:

@@ -167,4 +167,16 @@ class Call:
         flags = tuple((name, True) for name, tensor in given if tensor is not None)
         shape = (self.rows, self.vocab) if self.weight is None else (self.rows, self.vocab, self.input.shape[1])
         options = self.options.nondefault() + flags
-        return Request(self.op, device_info(self.input.device), self.recipe.logits_dtype, shape, options)
+        aligned = self.weight is not None or _aligned(self.input)  # the fused loss's logits are a buffer of its own
+        return Request(self.op, device_info(self.input.device), self.recipe.logits_dtype, shape, options, aligned)
+
+
+def _aligned(logits: Tensor) -> bool:
+    """As `Request.aligned` says."""
+    (n, _), (row_stride, stride) = logits.shape, logits.stride()
+    row_bytes = row_stride * logits.element_size() if n > 1 else 0
+    try:
+        address = logits.data_ptr()
+    except RuntimeError:  # a function transform's tensor has none, and autograd is about to refuse it
+        address = 0
+    return stride == 1 and row_bytes % 16 == 0 and address % 16 == 0

@@ -105,9 +105,19 @@ class Subject:
         """The row's reasons against a small call; options by name, tensors as True."""
         if self.device == "cuda" and not torch.cuda.is_available():
             return ("no CUDA device here",)
-        shape = (8, 16, 4) if self.fused else (8, 16)
-        info = device_info(torch.device(self.device))
-        return self.row.reasons(Request(self.row.op, info, dtype or torch.float32, shape, tuple(options.items())))
+        return self.row.reasons(self.request(dtype, 16, **options))
+
+    def request(self, dtype: torch.dtype | None, vocab: int, **options: object) -> Request:
+        """A small call, described; options by name, tensors as True."""
+        shape = (8, vocab, 4) if self.fused else (8, vocab)
+        return Request(
+            self.row.op, device_info(torch.device(self.device)), dtype or torch.float32, shape, tuple(options.items())
+        )
+
+    def rule_against(self, request: Request) -> str | None:
+        """The reason of the row's rule against a call."""
+        rule = self.row.capability.rule
+        return None if rule is None else rule(request)
 
     def needs(self, dtype: torch.dtype | None = None, **options: object) -> None:
         """Skip the test, saying why, where the row refuses these."""
@@ -115,7 +125,9 @@ class Subject:
             pytest.skip(f"{self}: {'; '.join(reasons)}")
 
     def inputs(self, rows: int, vocab: int, hidden: int = 16, **kwargs) -> Inputs:
-        """Random tensors for this op, on this device."""
+        """Random tensors for this op, on this device, of the smallest vocabulary from `vocab` on that the row's rule admits."""
+        wanted = range(vocab, vocab + 16)
+        vocab = next((size for size in wanted if self.rule_against(self.request(kwargs.get("dtype"), size)) is None), vocab)
         return make_inputs(rows, vocab, hidden if self.fused else None, device=self.device, **kwargs)
 
     def tensors(self, input, target, weight=None, bias=None, class_weight=None) -> Inputs:
@@ -124,13 +136,19 @@ class Subject:
         return Inputs(*(None if t is None else t.to(self.device) for t in given))
 
     def __call__(self, inputs: Inputs, **options):
-        """The loss through the public function, on this row's backend."""
+        """The loss through the public function, on this row's backend; the test ends here if its rule refuses the call."""
         options = {"backend": self.row.backend, "num_items": inputs.num_items} | options
-        if self.fused:
-            return liger.liger_fused_linear_cross_entropy(
-                inputs.input, inputs.weight, inputs.target, inputs.bias, inputs.class_weight, **options
-            )
-        return liger.liger_cross_entropy(inputs.input, inputs.target, inputs.class_weight, **options)
+        try:
+            if self.fused:
+                return liger.liger_fused_linear_cross_entropy(
+                    inputs.input, inputs.weight, inputs.target, inputs.bias, inputs.class_weight, **options
+                )
+            return liger.liger_cross_entropy(inputs.input, inputs.target, inputs.class_weight, **options)
+        except liger.UnsupportedError as refused:
+            reason = self.rule_against(refused.request)
+            if reason is None:
+                raise
+        pytest.skip(f"{self}: {reason}")
 
     def outcome(self, inputs: Inputs, *, upstream=None, frozen=(), **options) -> Outcome:
         """Loss and gradients, of fresh leaves with the values of `inputs`."""

@@ -96,9 +96,10 @@ def test_table_says_what_auto_picks_and_what_is_installed(run):
     assert f"cpu: {cli.device_name(torch.device('cpu'))}" in text
     for op in OPS:
         assert f"  {op} (N=8192, V=128256" in text
-    assert "auto    -> torch" in text
-    assert "triton  no: device cpu" in text
-    assert "torch   available" in text
+    assert "auto     -> torch" in text
+    assert "cutedsl  no: device cpu" in text
+    assert "triton   no: device cpu" in text
+    assert "torch    available" in text
 
 
 def test_table_as_json_has_these_keys(run):
@@ -144,11 +145,12 @@ def test_table_tries_to_load_what_it_calls_available(run, tmp_path, monkeypatch)
 
 def test_table_names_the_dtypes_where_they_matter(run, monkeypatch):
     pytest.importorskip("triton", reason="the triton extra is not installed")
+    pytest.importorskip("cutlass", reason="the cutedsl extra is not installed")
     monkeypatch.setattr(Implementation, "kernels", lambda row: None)
     monkeypatch.setattr(cli, "device_info", lambda device: DeviceInfo("cuda", (9, 0)))
     text = " ".join(answer(run).split())
     assert "triton available for float16, bfloat16, float32; otherwise no: dtype float64 (supported: bfloat16" in text
-    assert "auto -> triton for float16, bfloat16, float32; torch for float64" in text
+    assert "auto -> cutedsl for float16, bfloat16, float32; torch for float64" in text
 
 
 def test_equal_devices_share_a_table(run, monkeypatch):
@@ -169,9 +171,9 @@ def test_table_shows_every_row_whatever_the_environment_says(run, monkeypatch):
     monkeypatch.setenv("LIGER_BACKEND", "torch")
     text = answer(run)
     assert "LIGER_BACKEND=torch is used instead of auto" in text
-    assert "triton  no: " in text
+    assert "triton   no: " in text
     monkeypatch.setenv("LIGER_BACKEND", "nonsense")
-    assert "LIGER_BACKEND=nonsense is not one of auto, triton, torch" in answer(run)
+    assert "LIGER_BACKEND=nonsense is not one of auto, cutedsl, triton, torch" in answer(run)
     monkeypatch.setenv("LIGER_BACKEND", "auto")
     assert "instead of" not in answer(run)
 
@@ -274,7 +276,7 @@ def test_backend_and_environment(run, monkeypatch):
     monkeypatch.setenv("LIGER_BACKEND", "nonsense")
     status, _, err = run(*question)
     assert status == 2
-    assert "$LIGER_BACKEND must be one of auto, triton, torch, got 'nonsense'" in err
+    assert "$LIGER_BACKEND must be one of auto, cutedsl, triton, torch, got 'nonsense'" in err
 
 
 # What is no question.
@@ -301,7 +303,7 @@ GOOD = {"--op": CE, "--device": "cpu", "--dtype": "float32", "--shape": "8x16"}
         ({"--softcap": "much"}, "argument --softcap: invalid float value: 'much'"),
         ({"--chunk-size": "0"}, "chunk_size must be None or an int >= 1, got 0"),
         ({"--loss-dtype": "int32"}, "argument --loss-dtype: 'int32' is not one of float16"),
-        ({"--backend": "cuda"}, "backend must be one of auto, triton, torch, got 'cuda'"),
+        ({"--backend": "cuda"}, "backend must be one of auto, cutedsl, triton, torch, got 'cuda'"),
         ({"--no-such-flag": "1"}, "unrecognized arguments: --no-such-flag 1"),
         ({"--soft": "30"}, "unrecognized arguments: --soft 30"),
     ],

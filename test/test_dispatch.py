@@ -45,9 +45,9 @@ AUTO = """
 cuda 7.5    torch   torch   torch   torch torch   torch   torch   torch
 cuda 8.0    triton  triton  triton  torch triton  triton  triton  torch
 cuda 8.9    triton  triton  triton  torch triton  triton  triton  torch
-cuda 9.0    triton  triton  triton  torch triton  triton  triton  torch
-cuda 10.0   triton  triton  triton  torch triton  triton  triton  torch
-cuda 10.3   triton  triton  triton  torch triton  triton  triton  torch
+cuda 9.0    cutedsl cutedsl cutedsl torch cutedsl cutedsl cutedsl torch
+cuda 10.0   cutedsl cutedsl cutedsl torch cutedsl cutedsl cutedsl torch
+cuda 10.3   cutedsl cutedsl cutedsl torch cutedsl cutedsl cutedsl torch
 cuda 12.0   triton  triton  triton  torch triton  triton  triton  torch
 cuda 12.1   triton  triton  triton  torch triton  triton  triton  torch
 cuda ?      torch   torch   torch   torch torch   torch   torch   torch
@@ -69,24 +69,37 @@ OPTIONS = [
     (CE, {"chunk_size": 16}, "bf16", {"cuda 9.0": "-", "cpu": "-"}),
     (CE, {"accum_dtype": torch.float32}, "bf16", {"cuda 9.0": "-", "cpu": "-"}),
     (CE, {"use_token_scaling": True}, "bf16", {"cuda 9.0": "-", "cpu": "-"}),
-    (CE, {"weight": True, "softcap": 30.0, "reduction": "none"}, "bf16", {"cuda 9.0": "triton", "cpu": "torch"}),
+    (CE, {"weight": True, "softcap": 30.0, "reduction": "none"}, "bf16", {"cuda 9.0": "cutedsl", "cpu": "torch"}),
     (FLCE, {"in_place": True}, "bf16", {"cuda 9.0": "-", "rocm": "-", "cpu": "-"}),
     (FLCE, {"loss_dtype": torch.float32}, "bf16", {"cuda 9.0": "-", "rocm": "-", "cpu": "-"}),
-    (FLCE, {"bias": True, "ce_weight": True, "chunk_size": 16}, "bf16", {"cuda 9.0": "triton", "cpu": "torch"}),
+    (FLCE, {"bias": True, "ce_weight": True, "chunk_size": 16}, "bf16", {"cuda 9.0": "cutedsl", "cpu": "torch"}),
     (FLCE, {"use_token_scaling": True, "reduction": "sum"}, "fp64", {"cuda 9.0": "torch", "cpu": "torch"}),
-    (FLCE, {"accum_dtype": torch.float32, "label_smoothing": 0.1}, "bf16", {"cuda 9.0": "triton", "cpu": "torch"}),
-    (FLCE, {"logit_scale": 0.25, "num_items": True}, "bf16", {"cuda 9.0": "triton", "rocm": "triton", "cpu": "torch"}),
+    (FLCE, {"accum_dtype": torch.float32, "label_smoothing": 0.1}, "bf16", {"cuda 9.0": "cutedsl", "cuda 8.9": "triton"}),
+    (FLCE, {"logit_scale": 0.25, "num_items": True}, "bf16", {"cuda 9.0": "cutedsl", "rocm": "triton", "cpu": "torch"}),
     (CE, {"logit_scale": 0.25, "num_items": True}, "fp64", {"cuda 9.0": "torch", "cpu": "torch"}),
 ]
 
+DSL, DSL_BASE = "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"
+
 PACKAGES = [
-    # installed,          what auto chooses on cuda 9.0 for bf16, what is said against triton
-    ({}, "torch", "package triton is not installed (needs 3.3 <= version < 4)"),
-    ({"triton": "3.1.0"}, "torch", "package triton 3.1.0 is outside its window (3.3 <= version < 4)"),
-    ({"triton": "4.0.0"}, "torch", "package triton 4.0.0 is outside its window (3.3 <= version < 4)"),
-    ({"triton": "3.3"}, "triton", None),
-    ({"triton": "3.7.1+git0123abc"}, "triton", None),
-    ({"triton": "3.99.0rc1"}, "triton", None),
+    # installed,          what auto chooses on cuda 9.0 for bf16, a backend and what is said against it
+    ({}, "torch", "triton", "package triton is not installed (needs 3.3 <= version < 4)"),
+    ({"triton": "3.1.0"}, "torch", "triton", "package triton 3.1.0 is outside its window (3.3 <= version < 4)"),
+    ({"triton": "4.0.0"}, "torch", "triton", "package triton 4.0.0 is outside its window (3.3 <= version < 4)"),
+    ({"triton": "3.3"}, "triton", "triton", None),
+    ({"triton": "3.7.1+git0123abc"}, "triton", "triton", None),
+    ({"triton": "3.99.0rc1"}, "triton", "triton", None),
+    ({}, "torch", "cutedsl", f"package {DSL} is not installed (needs 4.8 <= version < 5)"),
+    ({DSL: "4.7.9"}, "torch", "cutedsl", f"package {DSL} 4.7.9 is outside its window (4.8 <= version < 5)"),
+    ({DSL: "5.0.0"}, "torch", "cutedsl", f"package {DSL} 5.0.0 is outside its window (4.8 <= version < 5)"),
+    ({DSL: "4.8.0"}, "cutedsl", "cutedsl", None),
+    ({DSL: "4.8.1", DSL_BASE: "4.8.1"}, "cutedsl", "cutedsl", None),
+    (
+        {DSL: "4.8.1", DSL_BASE: "4.7.0", "triton": "3.7.1"},
+        "triton",
+        "cutedsl",
+        f"package {DSL} 4.8.1 does not go with {DSL_BASE} 4.7.0: install them in one version",
+    ),
 ]
 
 NONDEFAULT = {
@@ -215,12 +228,12 @@ def test_E7_options_steer_auto(install, op, options, dtype, device, expected):
     assert resolved(op, device, dtype, **options) == expected
 
 
-@pytest.mark.parametrize(("versions", "expected", "reason"), PACKAGES)
+@pytest.mark.parametrize(("versions", "expected", "backend", "reason"), PACKAGES)
 @pytest.mark.parametrize("op", OPS)
-def test_packages(install, op, versions, expected, reason):
+def test_packages(install, op, versions, expected, backend, reason):
     install(versions)
     assert resolved(op, "cuda 9.0", "bf16") == expected
-    assert dict(ask(op, "cuda 9.0", "bf16").rows)["triton"] == (() if reason is None else (reason,))
+    assert dict(ask(op, "cuda 9.0", "bf16").rows)[backend] == (() if reason is None else (reason,))
 
 
 def test_only_triton_has_in_place_so_without_it_nothing_fits(install):
@@ -344,7 +357,7 @@ def test_E12_argument_then_environment_then_auto(install, monkeypatch):
         assert liger.dispatch.resolve(answer.request, backend).backend == answer.chosen
         return answer.chosen, answer.source
 
-    assert chosen() == ("triton", "auto")
+    assert chosen() == ("cutedsl", "auto")
     monkeypatch.setenv("LIGER_BACKEND", "torch")  # after import, after a call
     assert chosen() == ("torch", "environment")
     assert chosen("triton") == ("triton", "argument")
@@ -354,9 +367,9 @@ def test_E12_argument_then_environment_then_auto(install, monkeypatch):
     assert chosen() == ("triton", "environment")
     for auto in ("", "auto"):
         monkeypatch.setenv("LIGER_BACKEND", auto)
-        assert chosen() == ("triton", "auto")
+        assert chosen() == ("cutedsl", "auto")
     monkeypatch.delenv("LIGER_BACKEND")
-    assert chosen() == ("triton", "auto")
+    assert chosen() == ("cutedsl", "auto")
 
 
 def test_E12_a_real_call_reads_the_environment(monkeypatch):
@@ -370,7 +383,7 @@ def test_E12_a_real_call_reads_the_environment(monkeypatch):
 
 
 def test_unknown_names_list_the_known_ones(monkeypatch):
-    known = "auto, triton, torch"
+    known = "auto, cutedsl, triton, torch"
     request = make_request()
     for asking in (lambda name: liger.dispatch.resolve(request, name), lambda name: ask(CE, "cpu", "fp32", name)):
         with pytest.raises(ValueError, match=rf"^backend must be one of {known}, got 'cuda'$") as caught:
@@ -411,6 +424,15 @@ def test_E7_a_real_call_with_a_named_backend_raises_and_changes_nothing():
 def test_unsupported_error_has_every_reason_of_every_row(install):
     request = make_request(CE, "cuda 7.5", "fp64", in_place=True, chunk_size=2)
     expected = (
+        (
+            "cutedsl",
+            (
+                "compute capability 7.5 (supported: 9.0, 10.0, 10.3)",
+                "dtype float64 (supported: bfloat16, float16, float32)",
+                "in_place=True is not supported",
+                "chunk_size=2 is not supported",
+            ),
+        ),
         (
             "triton",
             (
@@ -648,7 +670,7 @@ def test_register_last_first_and_removal(outside):
     remove_first()
     remove_last()
     assert preference() == before
-    with pytest.raises(ValueError, match="must be one of auto, triton, torch, got 'outside'"):
+    with pytest.raises(ValueError, match="must be one of auto, cutedsl, triton, torch, got 'outside'"):
         ask(CE, "cpu", "fp64", "outside")
 
 

@@ -49,12 +49,13 @@ from liger.dispatch import resolve
 for op, shape in (("cross_entropy", (4, 16)), ("fused_linear_cross_entropy", (4, 16, 8))):
     answer = liger.explain(op, device=liger.DeviceInfo("cuda", (9, 0)), dtype=torch.bfloat16, shape=shape)
     assert answer.chosen == "torch", answer
-    try:
-        resolve(answer.request, "triton")
-    except liger.UnsupportedError as error:
-        print(error)
+    for backend in ("triton", "cutedsl"):
+        try:
+            resolve(answer.request, backend)
+        except liger.UnsupportedError as error:
+            print(error)
 """
-"""On a GPU: auto moves on to torch, and whoever names triton gets the reason."""
+"""On a GPU: auto moves on to torch, and whoever names another gets the reason."""
 
 
 def environment(*paths, **variables):
@@ -85,8 +86,10 @@ def broken(tmp_path):
         info = tmp_path / f"{distribution}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n", "utf-8")
-        (tmp_path / module).mkdir()
-        (tmp_path / module / "__init__.py").write_text("raise AttributeError('no such symbol')\n", "utf-8")
+        # Where cutlass is installed, Python looks for it in the last of these first.
+        for place in (tmp_path / module, tmp_path / distribution / "dsl_packages" / module):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "__init__.py").write_text("raise AttributeError('no such symbol')\n", "utf-8")
     return tmp_path
 
 
@@ -128,16 +131,19 @@ def test_import_takes_at_most_a_tenth_of_a_second_beyond_torch():
 def test_E3_blocked_packages():
     told = fresh(f"{BLOCKED}\n{LOSSES}\n{REASONS}")
     assert told.count("ImportError: triton is blocked") == 2
+    assert told.count("ImportError: cutlass is blocked") == 2
 
 
 def test_E3_broken_packages(broken):
     told = fresh(f"{LOSSES}\n{REASONS}", broken)
-    assert told.count("liger.backends.triton failed to import: AttributeError: no such symbol") == 2
+    for backend in ("triton", "cutedsl"):
+        assert told.count(f"liger.backends.{backend} failed to import: AttributeError: no such symbol") == 2
 
 
 def test_E3_missing_packages():
     told = fresh(f"{MISSING}\n{LOSSES}\n{REASONS}")
     assert told.count("package triton is not installed (needs 3.3 <= version < 4)") == 2
+    assert told.count("package nvidia-cutlass-dsl is not installed (needs 4.8 <= version < 5)") == 2
 
 
 def test_E3_the_command_line_reports_it(broken):

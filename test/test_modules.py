@@ -168,11 +168,11 @@ def test_modules_refuse_what_no_backend_has(tensors, module):
 
 @LOSSES
 def test_E12_backend_of_a_module(tensors, module, monkeypatch):
-    with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'nonsense'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, cutedsl, triton, torch, got 'nonsense'"):
         apply(module, tensors, backend="nonsense")
     monkeypatch.setenv("LIGER_BACKEND", "nonsense")
     apply(module, tensors, backend="torch")
-    with pytest.raises(ValueError, match="LIGER_BACKEND must be one of auto, triton, torch, got 'nonsense'"):
+    with pytest.raises(ValueError, match="LIGER_BACKEND must be one of auto, cutedsl, triton, torch, got 'nonsense'"):
         apply(module, tensors)
 
 

@@ -45,6 +45,14 @@ SPLIT = frozenset({"vocab_parallel"})
 
 INTERPRETER = "TRITON_INTERPRET"
 TRITON = Package("triton", "triton", minimum=(3, 3), below=(4,), aliases=("pytorch-triton-rocm",))
+CUTEDSL = Package(
+    "nvidia-cutlass-dsl",
+    "cutlass",
+    minimum=(4, 8),
+    below=(5,),
+    parts=tuple(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
+)
+BULK_COPY_BYTES = 16
 
 
 def _interpreter_in_time(request: Request) -> str | None:
@@ -58,6 +66,30 @@ def _interpreter_in_time(request: Request) -> str | None:
     if request.device.type != "cpu" and interprets and cuda.is_available():
         return f"triton was imported with {INTERPRETER}=1, so its kernels run on the CPU only in this process"
     return None
+
+
+def _bulk_copies(request: Request) -> str | None:
+    """Rows start at multiples of 16 bytes and are such multiples long: they are copied in bulk."""
+    vocab = request.shape[1]
+    row_bytes = vocab * request.dtype.itemsize
+    if row_bytes % BULK_COPY_BYTES:
+        return f"a row of V={vocab} has {row_bytes} bytes, which is no multiple of {BULK_COPY_BYTES}"
+    if not request.aligned:
+        return f"the logits' rows do not all start at multiples of {BULK_COPY_BYTES} bytes with neighbouring elements"
+    return None
+
+
+def _cutedsl(op: Op, options: frozenset[str]) -> Implementation:
+    """Kernels for the architectures whose bulk copies, clusters and barriers they use."""
+    capability = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({F16, BF16, F32}),
+        options=options,
+        archs=frozenset({(9, 0), (10, 0), (10, 3)}),
+        packages=(CUTEDSL,),
+        rule=_bulk_copies,
+    )
+    return Implementation(op=op, backend="cutedsl", module="liger.backends.cutedsl", capability=capability)
 
 
 def _triton(op: Op, options: frozenset[str]) -> Implementation:
@@ -75,6 +107,11 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
+    # First where it runs: on one H200 (2026-11-29) its rows with gradient took 1.07 to 1.08 times a copy at V = 128256 and
+    # beyond, Triton's 1.20 to 1.30; 1.13 against 1.10 at 32000 (docs/data/cutedsl_rows_h200.csv). For (10, 0) and (10, 3) it is
+    # compiled, and was not run. Not SPLIT: a rank's part of a vocabulary may end within a vector, which no request tells.
+    _cutedsl("cross_entropy", CROSS_ENTROPY),
+    _cutedsl("fused_linear_cross_entropy", LINEAR),
     _triton("cross_entropy", CROSS_ENTROPY | SPLIT | {"loss_dtype", "in_place"}),
     _triton("fused_linear_cross_entropy", LINEAR | SPLIT),
     # The reference: any device, every dtype; checks target values and keeps saved gradients intact.

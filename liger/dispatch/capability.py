@@ -72,6 +72,9 @@ class Request:
     """(N, V) for cross_entropy, (N, V, H) for fused_linear_cross_entropy."""
     options: tuple[tuple[str, Any], ...] = ()
     """The non-default (name, value) pairs, and (name, True) for what is given: bias, weight, ce_weight, num_items."""
+    aligned: bool = True
+    """Whether every row of given logits starts at a multiple of 16 bytes and its elements are neighbours. Only tensors can
+    tell: a described call is taken to have such rows."""
 
     def __str__(self) -> str:
         shape = ", ".join(f"{k}={v}" for k, v in zip(SHAPE_LETTERS[self.op], self.shape, strict=True))
@@ -89,6 +92,8 @@ class Package:
     below: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     """Other names under which the same distribution ships."""
+    parts: tuple[str, ...] = ()
+    """Distributions that hold parts of it: one that is installed must be of the same version."""
 
     def reason(self) -> str | None:
         """Why this package cannot be used, without importing it; None if nothing is known against it."""
@@ -99,6 +104,10 @@ class Package:
             return f"package {self.name} is not installed (needs {window})"
         if not self.minimum <= _release(version) < self.below:
             return f"package {self.name} {version} is outside its window ({window})"
+        found = ((part, installed_version(part)) for part in self.parts)
+        mixed = [f"{part} {other}" for part, other in found if other not in (None, version)]
+        if mixed:
+            return f"package {self.name} {version} does not go with {', '.join(mixed)}: install them in one version"
         return None
 
 

@@ -1,0 +1,344 @@
+"""Runs the source of the CuTe DSL kernels in Python, without a GPU and without the compiler.
+
+The module of the device code is loaded once more with stand-ins for what it imports: scalars are numpy's, shared memory is
+a buffer, every thread of a cluster is a thread of Python, and barriers are conditions that raise when nobody comes. What the
+compiler makes of the source is not tested by this; what the source means is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import sys
+import threading
+import types
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import liger.backends
+
+SOURCE = Path(liger.backends.__file__).parent / "cutedsl" / "kernels.py"
+WARP = 32
+PATIENCE_S = 60.0
+SHARED_BYTES = 227 << 10
+
+
+class Integer:
+    """Int32 and Int64: calls give Python's ints."""
+
+    def __init__(self, width):
+        self.width, self.format = width, np.dtype(f"<i{width // 8}")
+
+    def __call__(self, value):
+        return int(value)
+
+
+class Float:
+    """Calls give numpy's float32, rounded to the dtype."""
+
+    def __init__(self, width, dtype):
+        self.width, self.dtype = width, dtype
+
+    def __call__(self, value):
+        if self.dtype is torch.float32:
+            return np.float32(value)
+        return np.float32(torch.tensor(float(value), dtype=torch.float32).to(self.dtype).item())
+
+
+INT32, INT64 = Integer(32), Integer(64)
+FLOAT32, FLOAT16, BFLOAT16 = Float(32, torch.float32), Float(16, torch.float16), Float(16, torch.bfloat16)
+
+
+class Pointer:
+    """Typed, into a buffer of bytes: shared memory of a block, or all of the process's memory (None)."""
+
+    def __init__(self, dtype, offset, block=None):
+        self.dtype, self.offset, self.block = dtype, int(offset), block
+
+    def __add__(self, count):
+        return Pointer(self.dtype, self.offset + int(count) * self.dtype.width // 8, self.block)
+
+    def align(self, size):
+        assert self.offset % size == 0, "a misaligned pointer"
+        return self
+
+    def toint(self):
+        return self
+
+    def bytes(self, size):
+        if self.block is None:
+            return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.offset))
+        assert 0 <= self.offset <= SHARED_BYTES - size, "outside of shared memory"
+        return self.block.shared[self.offset : self.offset + size]
+
+    def load(self):
+        raw = self.bytes(self.dtype.width // 8)
+        if isinstance(self.dtype, Integer):
+            return int(raw.view(self.dtype.format)[0])
+        if self.dtype.width == 32:
+            return raw.view("<f4")[0]
+        return np.float32(torch.from_numpy(raw.view("<i2").copy()).view(self.dtype.dtype).item())
+
+    def store(self, value):
+        raw = self.bytes(self.dtype.width // 8)
+        if isinstance(self.dtype, Integer):
+            raw.view(self.dtype.format)[0] = value
+        elif self.dtype.width == 32:
+            raw.view("<f4")[0] = value
+        else:
+            raw[:] = torch.tensor(float(value)).to(self.dtype.dtype).view(torch.int16).reshape(1).numpy().view(np.uint8)
+
+
+class Tensor:
+    """Elements behind a pointer, or in registers."""
+
+    def __init__(self, size, dtype, pointer=None):
+        self.shape, self.dtype, self.pointer = size, dtype, pointer
+        self.registers = [None] * size
+
+    def __getitem__(self, index):
+        return self.registers[index] if self.pointer is None else (self.pointer + index).load()
+
+    def __setitem__(self, index, value):
+        if self.pointer is None:
+            self.registers[index] = self.dtype(value)
+        else:
+            (self.pointer + index).store(value)
+
+    def fill(self, value):
+        self.store([value] * self.shape)
+
+    def load(self):
+        return Vector(self[i] for i in range(self.shape))
+
+    def store(self, values):
+        for i, value in enumerate(values):
+            self[i] = value
+
+
+class Vector(list):
+    """What a tensor's load gives."""
+
+    def to(self, dtype):
+        return Vector(map(dtype, self))
+
+    def __mul__(self, factor):
+        return Vector(value * factor for value in self)
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all expected bytes have come."""
+
+    def __init__(self, count):
+        self.count = self.pending = count
+        self.bytes, self.phase, self.condition = 0, 0, threading.Condition()
+
+    def change(self, arrivals=0, expected=0, came=0):
+        with self.condition:
+            self.pending -= arrivals
+            self.bytes += expected - came
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+                self.condition.notify_all()
+
+    def wait(self, parity):
+        with self.condition:
+            if not self.condition.wait_for(lambda: self.phase & 1 != parity, PATIENCE_S):
+                raise TimeoutError("a barrier's phase does not end")
+
+
+class Block:
+    """A thread block."""
+
+    def __init__(self, index, blocks, threads, cluster):
+        self.index, self.blocks, self.cluster = index, blocks, cluster
+        self.shared = np.full(SHARED_BYTES, 0xFF, np.uint8)  # NaN: whoever reads before it was written will see
+        self.barriers = {}
+        self.together = threading.Barrier(threads)
+        self.warps = [threading.Barrier(WARP) for _ in range(threads // WARP)]
+        self.exchanged = [[None] * WARP for _ in range(threads // WARP)]
+
+
+class Cluster:
+    """Blocks whose threads run at the same time."""
+
+    def __init__(self, blocks, threads):
+        self.blocks = blocks
+        self.together = threading.Barrier(len(blocks) * threads)
+
+
+here = threading.local()
+"""The running thread's block and index in it."""
+
+
+def _warp_reduction(value, operation):
+    warp, lane = divmod(here.thread, WARP)
+    here.block.exchanged[warp][lane] = value
+    here.block.warps[warp].wait(PATIENCE_S)
+    values = list(here.block.exchanged[warp])
+    here.block.warps[warp].wait(PATIENCE_S)
+    return reduce(operation, values)
+
+
+def _barrier(pointer):
+    return pointer.block.barriers[pointer.offset]
+
+
+def _store_async(pointer, values, barrier, peer):
+    block = here.block.cluster.blocks[peer]
+    for i, value in enumerate(values):
+        Pointer(INT32, pointer.offset + 4 * i, block).store(value)
+    block.barriers[barrier.offset].change(came=4 * len(values))
+
+
+def _inline_ptx(code, write_only_types=None, read_only_args=()):
+    if code.startswith("mov.b32"):
+        return int(np.float32(read_only_args[0]).view("<i4"))
+    destination, source, size, barrier = read_only_args
+    assert code.startswith("cp.async.bulk.shared::cluster.global")
+    assert size > 0
+    assert source % 16 == destination.offset % 16 == size % 16 == 0, "a copy that is not of whole vectors"
+    destination.bytes(size)[:] = Pointer(INT32, source).bytes(size)
+    _barrier(barrier).change(came=size)
+
+
+class _Allocator:
+    """Every thread of a block makes the same allocations and gets the same memory."""
+
+    def __init__(self):
+        self.used = 0
+
+    def allocate_array(self, dtype, size, byte_alignment):
+        start = -(-self.used // byte_alignment) * byte_alignment
+        self.used = start + size * dtype.width // 8
+        assert self.used <= SHARED_BYTES, "more shared memory than a block may have"
+        return Pointer(dtype, start, here.block)
+
+
+def _module(name, **content):
+    module = types.ModuleType(name)
+    vars(module).update(content)
+    return module
+
+
+def _same(function):
+    return function
+
+
+def _range(*bounds, unroll=1):
+    return range(*bounds)
+
+
+def load_kernels():
+    """The module `liger.backends.cutedsl.kernels`, on stand-ins."""
+    arch = _module(
+        "arch",
+        thread_idx=lambda: (here.thread, 0, 0),
+        warp_idx=lambda: here.thread // WARP,
+        lane_idx=lambda: here.thread % WARP,
+        block_idx=lambda: (here.block.index, 0, 0),
+        grid_dim=lambda: (here.block.blocks, 1, 1),
+        make_warp_uniform=_same,
+        fmax=np.fmax,
+        rcp_approx=lambda x: np.float32(1) / x,
+        warp_reduction=_warp_reduction,
+        warp_redux_sync=lambda value, kind: _warp_reduction(value, {"min": min}[kind]),
+        sync_warp=lambda: here.block.warps[here.thread // WARP].wait(PATIENCE_S),
+        sync_threads=lambda: here.block.together.wait(PATIENCE_S),
+        cluster_arrive=lambda: None,
+        cluster_wait=lambda: here.block.cluster.together.wait(PATIENCE_S),
+        mbarrier_init=lambda pointer, count: pointer.block.barriers.update({pointer.offset: Barrier(count)}),
+        mbarrier_init_fence=lambda: None,
+        mbarrier_wait=lambda pointer, parity: _barrier(pointer).wait(parity),
+        mbarrier_arrive=lambda pointer: _barrier(pointer).change(arrivals=1),
+        mbarrier_arrive_and_expect_tx=lambda pointer, size: _barrier(pointer).change(arrivals=1, expected=size),
+        store_async_dsmem=_store_async,
+        inline_ptx=_inline_ptx,
+    )
+    cute = _module(
+        "cute",
+        arch=arch,
+        jit=_same,
+        kernel=_same,
+        AddressSpace=types.SimpleNamespace(gmem="global"),
+        make_ptr=lambda dtype, address, space, assumed_align: Pointer(dtype, address).align(assumed_align),
+        make_layout=_same,
+        make_tensor=lambda pointer, size: Tensor(size, pointer.dtype, pointer),
+        make_rmem_tensor=Tensor,
+        autovec_copy=lambda source, destination: destination.store(source.load()),
+        math=types.SimpleNamespace(
+            exp2=lambda x, fastmath: np.exp2(x, dtype=np.float32), log=lambda x, fastmath: np.log(x, dtype=np.float32)
+        ),
+    )
+    cutlass = _module(
+        "cutlass",
+        cute=cute,
+        BFloat16=BFLOAT16,
+        Float16=FLOAT16,
+        Float32=FLOAT32,
+        Int32=INT32,
+        Int64=INT64,
+        const_expr=_same,
+        range=_range,
+        range_constexpr=range,
+        min=min,
+        max=max,
+        select_=lambda condition, yes, no: yes if condition else no,
+    )
+    stands_in = {
+        "cutlass": cutlass,
+        "cutlass.cute": cute,
+        "cutlass.memory": _module("memory", SmemAllocator=_Allocator),
+    }
+    spec = importlib.util.spec_from_file_location("interpreted_kernels", SOURCE)
+    module = importlib.util.module_from_spec(spec)
+    before = {name: sys.modules.get(name) for name in stands_in}
+    sys.modules.update(stands_in)
+    try:
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+        for name, loaded in before.items():
+            if loaded is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = loaded
+    return module
+
+
+def launch(kernel, arguments, *, grid, threads, cluster=1):
+    """Run a kernel, a function of its arguments, on a grid of blocks; clusters one after the other."""
+    for first in range(0, grid, cluster):
+        together = Cluster([], threads)
+        together.blocks = [Block(index, grid, threads, together) for index in range(first, first + cluster)]
+        together.together = threading.Barrier(cluster * threads)
+        failures = []
+
+        def run(block, thread, failures=failures, together=together):
+            here.block, here.thread = block, thread
+            try:
+                with np.errstate(all="ignore"):
+                    kernel(arguments)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failures.append(error)
+                for barrier in (together.together, block.together, *block.warps):  # nobody waits for this thread any more
+                    with contextlib.suppress(Exception):
+                        barrier.abort()
+
+        workers = [threading.Thread(target=run, args=(b, t)) for b in together.blocks for t in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if failures:
+            raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+        leftover = [b for block in together.blocks for b in block.barriers.values() if b.bytes or b.pending != b.count]
+        assert not leftover, "a barrier was left in the middle of a phase"
+
+
