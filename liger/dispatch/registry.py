@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from .capability import OPS, Capability, Op, Request
+from .capability import OPS, Capability, DeviceInfo, Op, Request
 
 if TYPE_CHECKING:
     from ..backends import RowKernels
@@ -32,6 +32,8 @@ class Implementation:
     module: str
     """Dotted path of a module that provides `liger.backends.RowKernels`; imported when first chosen."""
     capability: Capability
+    yields: frozenset[tuple[int, int]] = frozenset()
+    """NVIDIA compute capabilities on which the next row of the op is preferred to this one."""
     checks_target: bool = False
     """Whether target values are checked before the call (this reads them on the host). Otherwise bad rows become NaN."""
     consumes_saved: bool = True
@@ -158,9 +160,13 @@ def _check_name(argument: str, name: object) -> None:
         raise ValueError(f"{argument} must be None or one of {', '.join(('auto', *backends()))}, got {name!r}")
 
 
-def table(op: Op) -> tuple[Implementation, ...]:
-    """The implementations of an op in order of preference."""
-    return tuple(row for row in _table if row.op == op)
+def table(op: Op, device: DeviceInfo | None = None) -> tuple[Implementation, ...]:
+    """The implementations of an op in order of preference, on a device if one is given."""
+    rows = [row for row in _table if row.op == op]
+    for place in range(len(rows) - 2, -1, -1):
+        if device is not None and device.capability in rows[place].yields:
+            rows[place : place + 2] = rows[place + 1], rows[place]
+    return tuple(rows)
 
 
 def backends() -> tuple[str, ...]:
@@ -185,7 +191,7 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
     if chosen is None:
         name, source = _asked_for(backend)
         refused: list[tuple[str, tuple[str, ...]]] = []
-        for row in _candidates(request.op, name):
+        for row in _candidates(request, name):
             reasons = row.reasons(request)
             if not reasons:
                 chosen = row
@@ -205,7 +211,7 @@ def explain_request(request: Request, backend: str | None = None) -> Explanation
     """Every candidate row with its reasons, and which one `resolve` would return (without the plan)."""
     _check_name("backend", backend)
     name, source = _asked_for(backend)
-    verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request.op, name))
+    verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request, name))
     chosen = next((fitting for fitting, reasons in verdicts if not reasons), None)
     return Explanation(request, verdicts or _absent(request.op, name), chosen, source)
 
@@ -223,8 +229,8 @@ def _asked_for(backend: str | None) -> tuple[str, str]:
     return name, source
 
 
-def _candidates(op: Op, name: str) -> tuple[Implementation, ...]:
-    return tuple(row for row in table(op) if name in ("auto", row.backend))
+def _candidates(request: Request, name: str) -> tuple[Implementation, ...]:
+    return tuple(row for row in table(request.op, request.device) if name in ("auto", row.backend))
 
 
 def _absent(op: Op, name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
