@@ -573,7 +573,7 @@ def faster_peers() -> str:
     return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
 
 
-DEFAULTS = ("liger_cutedsl", "liger_triton", "liger")
+DEFAULTS = ("liger_triton", "liger_cutedsl", "liger")
 """This package as it comes, where it is measured under either name."""
 
 

@@ -331,7 +331,7 @@ class DeferredLogits:
         if repeat is not None and args and isinstance(args[0], DeferredLogits) and not kwargs:
             return repeat(*args)
         if function in PRODUCTS and len(args) == 2 and not kwargs and not isinstance(args[0], DeferredLogits):
-            return args[1] * args[0]
+            return args[1]._times(args[0], operator.mul, False)  # by its operator a tracer would be here again
         if function is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         reason = getattr(function, "__name__", str(function))
