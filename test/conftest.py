@@ -8,6 +8,7 @@ slow: `Subject.interpreted` is there for tests to choose smaller sizes.
 import importlib.util
 import inspect
 import os
+import sys
 from dataclasses import dataclass
 
 import hypothesis
@@ -219,3 +220,12 @@ def world():
 @pytest.fixture(autouse=True)
 def _no_backend_from_outside(monkeypatch):
     monkeypatch.delenv("LIGER_BACKEND", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_of_another_test():
+    """What the first one in a process was asked for, its precision say, all later ones would have to ask for too."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
