@@ -1,4 +1,4 @@
-"""The only autograd Function, for both ops and every backend; forward is shared with `liger.operators`."""
+"""The losses' only autograd Function, for both ops and every backend; forward is shared with `liger.operators`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from . import spec
 from .context import autocast_dtype, may_wait, on_host
 from .dispatch import Op
-from .options import FLOATING_DTYPES, SCALES, CrossEntropyOptions, dtype_name, is_real
+from .options import FACTORS, FLOATING_DTYPES, SMALLEST_FACTOR, CrossEntropyOptions, dtype_name, is_real
 from .vocab_parallel import VocabParallel, is_dtensor
 
 
@@ -52,6 +52,8 @@ def check_tensors(
         raise ValueError(f"input must have a non-empty last dimension, got shape {tuple(input.shape)}")
     shape = tuple(input.shape[:-1])
     tokens = ""
+    if split is not None and op == "cross_entropy" and not split.reduce_input_grad:
+        raise ValueError("reduce_input_grad must be True for cross_entropy: its input's gradient is this rank's own")
     if split is not None and split.sequence_parallel:
         _check_sequence_parallel(op, input)
         shape, tokens = (split.ranks * shape[0], *shape[1:]), f" and {split.ranks} times as many tokens"
@@ -143,9 +145,9 @@ def check_num_items(num_items: Any, options: CrossEntropyOptions) -> None:
         raise ValueError(
             f"num_items must be None with reduction={options.reduction!r}, got {num_items!r}: it is what the mean divides by"
         )
-    allowed = f"{SCALES} or a real tensor of one element"
+    allowed = f"0, {FACTORS} or a real tensor of one element"
     if not isinstance(num_items, Tensor):
-        if not (is_real(num_items) and num_items >= 0):
+        if not (is_real(num_items) and (num_items == 0 or num_items >= SMALLEST_FACTOR)):
             raise ValueError(f"num_items must be None, {allowed}, got {num_items!r}")
         return
     _check_tensor("num_items", num_items)

@@ -56,7 +56,7 @@ def liger_cross_entropy(
         loss_dtype: dtype of the loss; None is the input's (fp32 under autocast). Triton only.
         in_place: the gradient takes the logits' storage, and the graph becomes single-use. Triton only.
         vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
-        backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
         The loss, () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was asked for. Computed in
@@ -134,7 +134,7 @@ def liger_fused_linear_cross_entropy(
         use_token_scaling: scale each row by the detached probability of its target.
         chunk_size: rows of logits that exist at once; None lets the plan choose.
         vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
-        backend: "triton", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
     Returns:
         The loss, fp32 (fp64 for fp64 input), () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was
@@ -215,8 +215,7 @@ def explain(
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     letters = SHAPE_LETTERS[op]
-    sized = len(shape) == len(letters) and all(type(size) is int for size in shape)
-    if not sized or shape[0] < 0 or min(shape[1:]) < 1:
+    if not _is_shape(shape, len(letters)):
         raise ValueError(f"shape must be ({', '.join(letters)}) of ints for {op}, all but N at least 1, got {shape!r}")
     if dtype not in FLOATING_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATING_DTYPES))}, got {dtype!r}")
@@ -254,6 +253,11 @@ def explain(
         ranks=ranks or 1,
     )
     return Explanation(explanation.request, explanation.rows, explanation.chosen, explanation.source, plan)
+
+
+def _is_shape(shape: object, length: int) -> bool:
+    sized = isinstance(shape, (tuple, list)) and len(shape) == length and all(type(size) is int for size in shape)
+    return sized and shape[0] >= 0 and min(shape[1:]) >= 1  # type: ignore[index]
 
 
 def _device_of(device: torch.device | DeviceInfo) -> DeviceInfo:

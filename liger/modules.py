@@ -47,9 +47,9 @@ class LigerCrossEntropyLoss(_Loss):
         return_predicted_tokens: bool = False,
         loss_dtype: torch.dtype | None = None,
         in_place: bool = False,
+        backend: str | None = None,
         logit_scale: float = 1.0,
         vocab_parallel: VocabParallel | None = None,
-        backend: str | None = None,
     ) -> None:
         super().__init__()
         check_class_weight("weight", weight)
@@ -109,9 +109,9 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
         chunk_size: int | None = None,
+        backend: str | None = None,
         logit_scale: float = 1.0,
         vocab_parallel: VocabParallel | None = None,
-        backend: str | None = None,
     ) -> None:
         super().__init__()
         check_class_weight("ce_weight", ce_weight)

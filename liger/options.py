@@ -137,8 +137,8 @@ def _is_int(value: object) -> bool:
 
 
 def is_real(value: object) -> bool:
-    """Whether this is a number that arithmetic in fp32 can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+    """Whether this is a number that arithmetic in fp32 can hold; an int, one of 64 bits."""
+    return _is_int(value) or (isinstance(value, float) and -LARGEST <= value <= LARGEST)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

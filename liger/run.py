@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,14 +43,13 @@ def run(
         target = split.local("target", target, None)
         weight = None if weight is None else split.local("weight", weight, 0)
         bias = None if bias is None else split.local("bias", bias, 0)
-        class_weight = None if class_weight is None else split.local("class weights", class_weight, 0)
+        name = "weight" if op == "cross_entropy" else "ce_weight"
+        class_weight = None if class_weight is None else split.local(name, class_weight, 0)
     check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = torch.compiler.is_compiling()
     check_num_items(num_items, options)
-    if split is not None and class_weight is not None:
-        class_weight = split.gather_classes(class_weight)
     recipe = _recipe(input, weight, bias, options, backend, tracing)
-    flat = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    flat = input if input.ndim == 2 else input.flatten(0, -2) if input.ndim > 2 else input[None]
     rows_of = target if target.ndim == 1 else target.reshape(-1)
     call = Call(flat, rows_of, weight, bias, class_weight, recipe, _beside(flat, num_items))
     outputs: tuple[Any, ...]
@@ -59,6 +59,8 @@ def run(
         implementation = dispatch.resolve(call.request(), backend)
         if implementation.checks_target:
             check_target_values(target, call.vocab, options.ignore_index)
+        if split is not None and class_weight is not None:
+            call = replace(call, class_weight=split.gather_classes(class_weight))
         outputs = LossFunction.apply(call.input, weight, bias, call, implementation)  # type: ignore[no-untyped-call]
     if options.reduction == "none":
         outputs = tuple(None if rows is None else rows.view(target.shape) for rows in outputs)
@@ -74,7 +76,8 @@ def _beside(input: Tensor, num_items: float | Tensor | None) -> Tensor | None:
     if isinstance(num_items, Tensor) and on_host(num_items):
         num_items = num_items.item()
     if isinstance(num_items, Tensor):
-        return num_items.detach().reshape(()).to(input.device, non_blocking=True)
+        # What a CPU is sent it would read before it has arrived.
+        return num_items.detach().reshape(()).to(input.device, non_blocking=not input.is_cpu)
     return input.new_full((), num_items, dtype=spec.compute_dtype(input.dtype))
 
 

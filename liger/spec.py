@@ -266,7 +266,7 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     Args:
         logits: (n, classes).
         inputs: of the same n rows.
-        lse: (2, n) as in `RowResults`, over the whole vocabulary.
+        lse: as in `RowResults`, over the whole vocabulary.
         grad_loss: (n,) upstream gradient of each row's loss; None is 1.
     """
     options, vocab = inputs.options, inputs.vocab or logits.shape[1]

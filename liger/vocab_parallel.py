@@ -55,6 +55,7 @@ class VocabParallel:
     def __post_init__(self) -> None:
         group = _usable(self.group)
         object.__setattr__(self, "group", group)
+        _require(_are_pairs(self.bounds), "bounds", self.bounds, "a tuple of (start, stop) for each rank")
         own = (self.start, self.stop, self.vocab_size, self.sequence_parallel, self.reduce_input_grad)
         told = [(*bound, *own[2:]) for bound in self.bounds] or _everyones(own, group)
         object.__setattr__(self, "bounds", _checked(told, own, group))
@@ -91,6 +92,7 @@ class VocabParallel:
         Example:
             >>> VocabParallel.even(50257, group, padded_size=50304)
         """
+        _require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
         size = vocab_size if padded_size is None else padded_size
         _require(_is_size(size) and size >= vocab_size, "padded_size", padded_size, f"None or an int >= {vocab_size}")
         ranks, rank = dist.get_world_size(_usable(group)), dist.get_rank(group)
@@ -105,6 +107,7 @@ class VocabParallel:
         Example:
             >>> VocabParallel.equal(logits.shape[-1], group)
         """
+        _require(_is_size(width) and width >= 1, "width", width, "an int >= 1")
         return VocabParallel.even(width * dist.get_world_size(_usable(group)), group)
 
     @staticmethod
@@ -261,6 +264,8 @@ def _check_placement(name: str, tensor: Any, dim: int | None) -> None:
     """A DTensor must be split in this one way, over a mesh of one dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
+    if tensor.ndim == 0:
+        raise ValueError(f"{name} must have dimensions, got a DTensor of shape ()")
     wanted = Replicate() if dim is None else Shard(dim % tensor.ndim)
     if tuple(tensor.placements) != (wanted,):
         raise ValueError(
@@ -279,6 +284,10 @@ def _collective(name: str, older: str) -> Callable[..., Any]:
     """A collective under the name that this version of torch does not warn of."""
     found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, older)
     return found
+
+
+def _are_pairs(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
 
 
 def _is_size(value: object) -> bool:

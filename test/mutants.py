@@ -156,11 +156,11 @@ TRITON_KERNELS = (
         "numerics",
     ),
     kernel("kernel: do not rescale lanes", "tl.sum(sums * tl.exp2((maxima - maximum) * LOG2_E), 0)", "tl.sum(sums, 0)"),
-    kernel("kernel: smooth over padding", "part = tl.where(offsets < vocab, part, 0.0)", "part = part + 0.0"),
+    kernel("kernel: smooth over padding", "tl.where(tl.reshape(there, (BLOCK // WIDTH, WIDTH)), terms, 0.0)", "terms + 0.0"),
     kernel(
         "kernel: smooth without class weights",
-        "part = part * tl.load(class_weight_ptr + offsets, mask=offsets < vocab, other=0.0)",
-        "part = part * 1.0",
+        "w = tl.load(class_weight_ptr + offsets, mask=there, other=0.0)",
+        "w = tl.where(there, 1.0, 0.0)",
     ),
     kernel(
         "kernel: predict the next class",
@@ -208,7 +208,7 @@ TRITON_KERNELS = (
         "nll = log_sum - (target_logit - maximum)",
         "nll = (log_sum + maximum) - target_logit",
     ),
-    kernel("kernel: forget the pivot", "(log_sum + (maximum - pivot)) - weighted_sum", "log_sum - weighted_sum"),
+    kernel("kernel: sum smoothing around old maxima", "weights == 0.0, 0.0, weights * shift", "weights == 0.0, 0.0, 0.0"),
     kernel("kernel: forget the z-loss", "tl.store(loss_ptr + row, loss + z)", "tl.store(loss_ptr + row, loss)"),
     kernel(
         "kernel: keep lse, not log sum",

@@ -713,3 +713,9 @@ def test_what_is_remembered_is_bounded(install):
     for n in range(registry.MEMO_SIZE + 10):
         liger.dispatch.resolve(Request(CE, DEVICES["cpu"], torch.float32, (n, 8)))
     assert len(registry._memo) <= registry.MEMO_SIZE
+
+
+@pytest.mark.parametrize("shape", [8, None, {8: 1, 100: 2}, (8,), (8, 0), (8.0, 16)], ids=repr)
+def test_explain_of_no_shape(shape):
+    with pytest.raises(ValueError, match=r"^shape must be \(N, V\) of ints for cross_entropy"):
+        explain(CE, device=DeviceInfo("cpu"), dtype=torch.float32, shape=shape)

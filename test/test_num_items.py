@@ -53,7 +53,7 @@ def test_accuracy_stays_a_share_of_the_valid_rows(loss):
     assert torch.equal(plain.token_accuracy, divided.token_accuracy)
 
 
-BAD = [-1, -0.5, math.nan, math.inf, True, "5", 1j, [5]]
+BAD = [-1, -0.5, 1e-40, math.nan, math.inf, 10**25, True, "5", 1j, [5]]
 BAD += [torch.tensor(value) for value in (-1, math.nan, math.inf, True, 1j, [1, 2])] + [torch.empty(0)]
 
 

@@ -219,6 +219,22 @@ def test_statistics_of_a_split_vocabulary_combine(ce):
     assert_within_budget(combined.weighted_sum, shifted, _float_weighted_sum(inputs.input, w), ce.finest)
 
 
+def test_smoothing_of_a_part_whose_first_class_is_masked(ce):
+    """The target is in another part, so nothing but this part's own values may set the scale of the sum."""
+    ce.needs(vocab_parallel=2)
+    vocab, rows = 40, 3
+    inputs = ce.inputs(rows, vocab, dtype=ce.finest, class_weight=True, ignored=0.0)
+    logits, w = inputs.input.clone(), inputs.class_weight.to(spec.compute_dtype(ce.finest))
+    logits[:, 0], w[0] = -1e30, 0.0
+    target = torch.full_like(inputs.target, vocab + 1)
+    options = CrossEntropyOptions(label_smoothing=0.1)
+    found = ce.row.kernels().row_stats(logits, spec.RowInputs(target, options, None, w, w.sum(), start=0, vocab=2 * vocab))
+    shifted = logits.double()[:, 1:] - logits.double().amax(-1, keepdim=True)
+    wanted = (w.double()[1:] * shifted).sum(-1)
+    bound = vocab * torch.finfo(w.dtype).eps * (w.double()[1:] * shifted.abs()).sum(-1)
+    assert ((found.weighted_sum.double() - wanted).abs() <= bound).all()
+
+
 def _float_weighted_sum(logits, w):
     logits = logits.float()
     return (logits - logits.amax(1, keepdim=True)) @ w.float()

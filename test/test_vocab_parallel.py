@@ -138,6 +138,13 @@ def test_parts_of_any_size(loss, world, shape):
     check(world, loss, group, inputs_of(loss, 4), Split(BOUNDS[shape]), **EVERYTHING)
 
 
+def test_tokens_of_a_batch_where_a_rank_has_no_class(loss, world):
+    """(B, T, V) logits are (B, T, 0) there."""
+    inputs = inputs_of(loss, 4)
+    batch = replace(inputs, input=inputs.input.unflatten(0, (2, 2)), target=inputs.target.unflatten(0, (2, 2)))
+    check(world, loss, "three", batch, Split(BOUNDS["empty"]), label_smoothing=0.1)
+
+
 def test_rows_in_several_blocks(ce, world):
     """The torch backend takes so many rows at a time that its temporaries stay small."""
     if ce.interpreted:
@@ -600,3 +607,31 @@ def test_an_error_in_a_rank_reaches_the_test(world):
 
 def broken(rank):
     raise KeyError(rank.rank)
+
+
+def wrong_parts(rank, make, arguments):
+    return make(rank, **arguments)
+
+
+def build_even(rank, **arguments):
+    VocabParallel.even(group=rank.groups["two"], **arguments)
+
+
+def build_bounds(rank, **arguments):
+    VocabParallel(rank.groups["two"], 0, 5, 5, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("build", "arguments", "message"),
+    [
+        (build_even, {"vocab_size": "5"}, "vocab_size must be an int >= 1, got '5'"),
+        (build_even, {"vocab_size": -1}, "vocab_size must be an int >= 1, got -1"),
+        (build_even, {"vocab_size": 5, "padded_size": 4}, "padded_size must be None or an int >= 5, got 4"),
+        (build_bounds, {"bounds": 5}, "bounds must be a tuple of (start, stop) for each rank, got 5"),
+        (build_bounds, {"bounds": ((0,),)}, "bounds must be a tuple of (start, stop) for each rank, got ((0,),)"),
+    ],
+    ids=repr,
+)
+def test_what_is_wrong_about_parts_is_named(world, build, arguments, message):
+    for said in world.run("two", refusal, wrong_parts, build, arguments):
+        assert said.startswith(message)

@@ -19,7 +19,10 @@ F16, BF16, F32, F64 = float16, bfloat16, float32, float64
 
 
 class RowKernels(Protocol):
-    """What a backend's module defines. `logits` is (n, V), any row stride; nothing here waits for the device."""
+    """What a backend's module defines. `logits` is (n, V), any row stride; its gradient has its shape and dtype.
+
+    Nothing here waits for the device.
+    """
 
     def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
         """Write every row's `results` and, if `grad` (n, V) is given (it may be `logits` itself), its gradient."""

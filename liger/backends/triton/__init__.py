@@ -69,7 +69,6 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
             inputs.target,
             inputs.target.stride(0),
             inputs.class_weight,
-            None if stats.weighted_sum is None or inputs.class_weight is None else inputs.class_weight.sum(),
             *stats,
             vocab,
             inputs.start,

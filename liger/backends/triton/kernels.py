@@ -67,14 +67,14 @@ def _capped_block(x, offsets, vocab, logit_scale, softcap, MASKED: tl.constexpr)
 
 
 @triton.jit
-def _pivot(row_ptr, target_logit, logit_scale, softcap):
-    """What smoothing's sum is taken relative to: near the row's values, so that digits remain; not a masked class."""
-    return tl.maximum(_capped(tl.load(row_ptr), logit_scale, softcap), target_logit)
+def _moved(weighted, weights, shift):
+    """sum w (s - m) after m has changed by -`shift`; where nothing has been added yet `shift` may be anything."""
+    return weighted + tl.where(weights == 0.0, 0.0, weights * shift)
 
 
 @triton.jit
 def _add_block(
-    s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr,
+    s, offsets, vocab, maxima, sums, weighted, weights, class_weight_ptr,
     SMOOTHING: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Fold a block into the running statistics of its lane groups."""
@@ -84,43 +84,49 @@ def _add_block(
     exps = tl.exp2((groups - larger[:, None]) * LOG2_E)
     sums = sums * tl.exp2((maxima - larger) * LOG2_E) + tl.sum(exps, 1)
     if SMOOTHING:
-        part = s - pivot
-        if MASKED:
-            part = tl.where(offsets < vocab, part, 0.0)
+        there = offsets < vocab
         if class_weight_ptr is not None:
-            part = part * tl.load(class_weight_ptr + offsets, mask=offsets < vocab, other=0.0)
-        weighted += tl.sum(tl.reshape(part, (BLOCK // WIDTH, WIDTH)), 1)
-    return larger, sums, weighted
+            w = tl.load(class_weight_ptr + offsets, mask=there, other=0.0)
+        else:
+            w = tl.where(there, 1.0, 0.0)
+        w = tl.reshape(w, (BLOCK // WIDTH, WIDTH))
+        terms = w * (groups - larger[:, None])
+        if MASKED:
+            terms = tl.where(tl.reshape(there, (BLOCK // WIDTH, WIDTH)), terms, 0.0)
+        weighted = _moved(weighted, weights, maxima - larger) + tl.sum(terms, 1)
+        weights += tl.sum(w, 1)
+    return larger, sums, weighted, weights
 
 
 @triton.jit
 def _statistics(
-    row_ptr, stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, start, maxima, sums, weighted,
+    row_ptr, stride, vocab, logit_scale, softcap, class_weight_ptr, start, maxima, sums, weighted, weights,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of a row from `start` on, added to those given: (m, sum exp(s - m), sum w (s - pivot))."""
+    """Statistics of a row from `start` on, added to those given: m, sum exp(s - m), sum w (s - m), sum w of lane groups."""
     lanes = tl.arange(0, BLOCK)
     full = vocab // BLOCK * BLOCK
     for begin in range(start, full, BLOCK):
         offsets = begin + lanes
         s = _capped(_load(row_ptr, offsets, stride, vocab, False, STRIDED, EVICT), logit_scale, softcap)
-        maxima, sums, weighted = _add_block(
-            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
+        maxima, sums, weighted, weights = _add_block(
+            s, offsets, vocab, maxima, sums, weighted, weights, class_weight_ptr, SMOOTHING, False, WIDTH
         )
     if tl.maximum(full, start) < vocab:
         offsets = full + lanes
         x = _load(row_ptr, offsets, stride, vocab, True, STRIDED, EVICT)
         s = _capped_block(x, offsets, vocab, logit_scale, softcap, True)
-        maxima, sums, weighted = _add_block(
-            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, True, WIDTH
+        maxima, sums, weighted, weights = _add_block(
+            s, offsets, vocab, maxima, sums, weighted, weights, class_weight_ptr, SMOOTHING, True, WIDTH
         )
-    return maxima, sums, weighted
+    return maxima, sums, weighted, weights
 
 
 @triton.jit
-def _reduced(maxima, sums, weighted):
+def _reduced(maxima, sums, weighted, weights):
     maximum = tl.max(maxima, 0)
-    return maximum, tl.sum(sums * tl.exp2((maxima - maximum) * LOG2_E), 0), tl.sum(weighted, 0)
+    sum_exp = tl.sum(sums * tl.exp2((maxima - maximum) * LOG2_E), 0)
+    return maximum, sum_exp, tl.sum(_moved(weighted, weights, maxima - maximum), 0)
 
 
 @triton.jit
@@ -246,12 +252,12 @@ def rows_kernel(
     in_range = (y >= 0) & (y < vocab)
     y = tl.where(in_range, y, 0)
     target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
-    pivot = _pivot(row_ptr, target_logit, logit_scale, softcap)
 
     lanes = tl.arange(0, BLOCK)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
     weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    weights = tl.zeros((BLOCK // WIDTH,), tl.float32)
     held = ()
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
@@ -260,14 +266,14 @@ def rows_kernel(
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
         s = _capped(held[i], logit_scale, softcap)
-        maxima, sums, weighted = _add_block(
-            s, offsets, vocab, pivot, maxima, sums, weighted, class_weight_ptr, SMOOTHING, False, WIDTH
+        maxima, sums, weighted, weights = _add_block(
+            s, offsets, vocab, maxima, sums, weighted, weights, class_weight_ptr, SMOOTHING, False, WIDTH
         )
-    maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, HELD, maxima, sums, weighted,
+    maxima, sums, weighted, weights = _statistics(
+        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, HELD, maxima, sums, weighted, weights,
         SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
-    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
+    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
     log_sum = tl.log(sum_exp)
 
     nll = log_sum - (target_logit - maximum)
@@ -284,7 +290,7 @@ def rows_kernel(
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
             weight_sum = vocab * 1.0
-        loss += d * (weight_sum * (log_sum + (maximum - pivot)) - weighted_sum)
+        loss += d * (weight_sum * log_sum - weighted_sum)
     lse = maximum + log_sum
     z = t * _inverse(z_divisor_ptr) * (lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
     tl.store(loss_ptr + row, loss + z)
@@ -313,34 +319,30 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["start"])
 def row_stats_kernel(
-    logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr, class_weight_sum_ptr,
+    logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr,
     maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, start, logit_scale, softcap,
     SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of one row over `vocab` classes from `start` on, whose weights sum up to what is given. Reads it once."""
+    """Statistics of one row over `vocab` classes from `start` on. Reads it once."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     y = tl.load(target_ptr + row * target_stride).to(tl.int64) - start
     in_range = (y >= 0) & (y < vocab)
     target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), logit_scale, softcap)
-    pivot = _pivot(row_ptr, target_logit, logit_scale, softcap)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
     weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    maxima, sums, weighted = _statistics(
-        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, pivot, 0, maxima, sums, weighted,
+    weights = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    maxima, sums, weighted, weights = _statistics(
+        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, 0, maxima, sums, weighted, weights,
         SMOOTHING, STRIDED, "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
-    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted)
+    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
     tl.store(maximum_ptr + row, maximum)
     tl.store(sum_exp_ptr + row, sum_exp)
     tl.store(target_logit_ptr + row, tl.where(in_range, target_logit - maximum, float("nan")))
     if weighted_sum_ptr is not None:
-        if class_weight_sum_ptr is not None:
-            weight_sum = tl.load(class_weight_sum_ptr)
-        else:
-            weight_sum = vocab * 1.0
-        tl.store(weighted_sum_ptr + row, weighted_sum - weight_sum * (maximum - pivot))
+        tl.store(weighted_sum_ptr + row, weighted_sum)
     if argmax_ptr is not None:
         best = _argmax(row_ptr, logits_stride, vocab, logit_scale, softcap, maximum, STRIDED, BLOCK)
         tl.store(argmax_ptr + row, best.to(tl.int64))
