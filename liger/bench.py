@@ -101,7 +101,11 @@ def bench(
     steps: dict[str, Callable[[], Step]] = {}
     memory: dict[str, float | None] = {}
     if able:
-        inputs, keywords = _inputs(op, device, dtype, shape, ignored, options)
+        try:
+            inputs, keywords = _inputs(op, device, dtype, shape, ignored, options)
+        except (RuntimeError, OverflowError, TypeError) as error:  # out of memory, or of what torch can count
+            said = " ".join(str(error).split())[:200]
+            raise ValueError(f"shape must be of tensors that fit into {device}, got {shape}: {said}") from error
     for name, call in able.items():
         prepare = _preparation(call, inputs, keywords)
         try:

@@ -417,6 +417,8 @@ def test_bench_of_a_backend_that_fails_is_a_line(run, monkeypatch):
     ("arguments", "message"),
     [
         (("--op", CE, "--shape", "0x8"), "shape must have at least one row to be timed, got (0, 8)"),
+        (("--op", CE, "--shape", "9999999x99999999"), "shape must be of tensors that fit into cpu, got (9999999, 99999999)"),
+        (("--op", CE, "--shape", "99999999999999999999x2"), "shape must be of tensors that fit into cpu"),
         (("--op", CE, "--shape", "8x8x8"), "shape must be (N, V) of ints"),
         ((*HERE[CE], "--ignored", "2"), "ignored must be in [0, 1], the share of rows that are ignored, got 2.0"),
         ((*HERE[CE], "--seconds", "0"), "seconds must be a positive number, got 0.0"),
