@@ -324,7 +324,7 @@ def test_changes_in_place_reach_what_is_made_before_and_after(change, use):
     head, found = Head(), []
     for logits in (head.deferred(), head.real()):
         x = change(logits)
-        value = use(x.reshape(-1, VOCAB), head.target.reshape(-1)[: x.shape[:-1].numel()])
+        value = use(x if x.ndim == 2 else x.reshape(-1, VOCAB), head.target.reshape(-1)[: x.shape[:-1].numel()])
         found.append((value, *head.gradients(value)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -340,6 +340,15 @@ def test_changes_in_place_where_no_tensor_counts_them(change):
     with torch.no_grad():
         torch.testing.assert_close(compiled(head.hidden), change(head.real()))
     torch._dynamo.reset()
+
+
+def test_logits_are_made_once_where_no_tensor_counts_changes():
+    head, calls = Head(), []
+    forward, head.forward = head.forward, lambda hidden: calls.append(hidden) or forward(hidden)
+    with torch.inference_mode():
+        found, wanted = (((x * 2).tanh() * 3).softmax(-1) for x in (head.deferred(), forward(head.hidden)))
+    torch.testing.assert_close(found, wanted)
+    assert len(calls) == 1
 
 
 def deferred_of(head, hidden):
