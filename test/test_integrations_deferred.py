@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from liger.integrations.deferred import DeferredLogits, Tally, defer, real
+from liger.integrations.deferred import DeferredLogits, Tally, defer, real, replaced
 
 N, VOCAB, HIDDEN = 6, 11, 4
 
@@ -246,6 +246,191 @@ def test_in_place_changes_reach_every_holder():
     first = head.deferred()
     first[0] = 0
     assert not real(first, "test")[0].any()
+
+
+def columns(x):
+    x[..., 3] = -1e9
+    return x.view(-1, VOCAB)
+
+
+def masked(x):
+    x.masked_fill_(torch.arange(VOCAB) == 3, -1e9)
+    return x[:, :-1]
+
+
+def view_first(x):
+    before = x[:, :-1]
+    x *= 0.1
+    return before
+
+
+def view_changed(x):
+    x[:, :-1].mul_(0.1)
+    return x
+
+
+def copy_first(x):
+    before = x * 2
+    x.mul_(0)
+    return before
+
+
+def copy_of_no_cast_first(x):
+    before = x.to(torch.float64) * 2
+    x.mul_(0)
+    return before
+
+
+def contiguous_rows_first(x):
+    before = x[:, :-1].contiguous()
+    x.mul_(0)
+    return before
+
+
+def view_of_a_copy_first(x):
+    before = (x * 2).view(-1, VOCAB)
+    x.mul_(0)
+    return before
+
+
+def copy_changed(x):
+    (x * 2).mul_(0)
+    return x
+
+
+def copy_between(x):
+    x.add_(1)
+    between = x.tanh()
+    x.mul_(0)
+    return between
+
+
+def changed_beside(x):
+    view, other = x.view(-1, VOCAB), x[:, 1:]
+    other.mul_(0.1)
+    return view
+
+
+CHANGES = [
+    columns, masked, view_first, view_changed, copy_first, copy_of_no_cast_first, contiguous_rows_first,
+    view_of_a_copy_first, copy_changed, copy_between, changed_beside,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("use", [F.cross_entropy, lambda x, target: x.softmax(-1)[range(len(target)), target].sum()])
+def test_changes_in_place_reach_what_is_made_before_and_after(change, use):
+    """Views have them, copies taken before do not, as with real logits."""
+    head, found = Head(), []
+    for logits in (head.deferred(), head.real()):
+        x = change(logits)
+        value = use(x if x.ndim == 2 else x.reshape(-1, VOCAB), head.target.reshape(-1)[: x.shape[:-1].numel()])
+        found.append((value, *head.gradients(value)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("change", [columns, view_first, copy_first, view_of_a_copy_first])
+def test_changes_in_place_where_no_tensor_counts_them(change):
+    head = Head()
+    with torch.inference_mode():
+        torch.testing.assert_close(real(change(head.deferred()), "test"), change(head.real()))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda hidden: real(change(deferred_of(head, hidden)), "test") + 0, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(head.hidden), change(head.real()))
+    torch._dynamo.reset()
+
+
+def test_logits_are_made_once_where_no_tensor_counts_changes():
+    head, calls = Head(), []
+    forward, head.forward = head.forward, lambda hidden: calls.append(hidden) or forward(hidden)
+    with torch.inference_mode():
+        found, wanted = (((x * 2).tanh() * 3).softmax(-1) for x in (head.deferred(), forward(head.hidden)))
+    torch.testing.assert_close(found, wanted)
+    assert len(calls) == 1
+
+
+def deferred_of(head, hidden):
+    return defer(head.forward, hidden, head.weight, head.bias, backend=None, tally=head.tally)
+
+
+def test_a_change_of_a_weights_data_is_an_error():
+    head = Head((N,))
+    deferred = head.deferred()
+    head.weight.data = head.weight.data * 2
+    with pytest.raises(RuntimeError, match="changed in place between the head and the loss"):
+        F.cross_entropy(deferred, head.target)
+
+
+@pytest.mark.parametrize("where", ["loss", "step", "head"])
+def test_a_part_under_no_grad_has_no_graph(where):
+    def no_grad(name):
+        return torch.set_grad_enabled(name != where)
+
+    head, found = Head((N,)), []
+    for make in (head.deferred, head.real):
+        with no_grad("head"):
+            logits = make()
+        with no_grad("step"):
+            logits = logits * 2
+        with no_grad("loss"):
+            loss = F.cross_entropy(logits, head.target)
+        assert not loss.requires_grad
+        assert logits.requires_grad == (where == "loss")
+        found.append(loss)
+    assert head.tally.fused == 1
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.reshape(shape=(-1, VOCAB)),
+        lambda x: x.view(size=(-1, VOCAB)),
+        lambda x: x.view(dtype=torch.int64).double() * 0,
+        lambda x: x.mul(other=2.0),
+        lambda x: x.div(other=2.0),
+        lambda x: x.div(other=2.0, rounding_mode="floor"),
+        lambda x: x.contiguous(memory_format=torch.contiguous_format),
+        lambda x: x.float(memory_format=torch.preserve_format),
+        lambda x: torch.mul(input=x, other=2.0),
+        lambda x: torch.reshape(x, shape=(-1, VOCAB)),
+    ],
+)
+def test_arguments_by_name(step):
+    head = Head()
+    same(step(head.deferred()), step(head.real()))
+
+
+@pytest.mark.parametrize("hidden", [torch.float64, torch.float32])
+def test_the_dtypes_of_autocast(hidden):
+    """It leaves float64 alone: logits and losses have the dtypes of real ones, and one head of both is torch's error."""
+    head = Head((N,), dtype=hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        deferred, wanted = head.deferred(), head.real()
+        assert deferred.dtype == wanted.dtype
+        loss, expected = F.cross_entropy(deferred, head.target), F.cross_entropy(wanted, head.target)
+        assert head.tally.fused == 1
+        assert loss.dtype == expected.dtype
+        mixed = Head((N,), dtype=hidden)
+        mixed.weight = mixed.weight.detach().to(torch.float32 if hidden == torch.float64 else torch.float64)
+        for make in (mixed.deferred, mixed.real):
+            with pytest.raises(RuntimeError, match="same dtype"):
+                F.cross_entropy(make(), mixed.target)
+    torch.testing.assert_close(loss, expected, **({} if hidden == torch.float64 else {"rtol": 0.02, "atol": 0.02}))
+
+
+def test_logits_in_an_output_of_any_shape():
+    head = Head()
+    wanted = head.real()
+    output = {0: head.deferred(), "none": None, "more": [head.deferred(), (1, {2: head.deferred()})]}
+    found = real(output, "test")
+    assert list(found) == [0, "none", "more"]
+    assert found["none"] is None
+    for logits in (found[0], found["more"][0], found["more"][1][1][2]):
+        torch.testing.assert_close(logits, wanted)
+    assert replaced({"loss": 1, "none": None, "logits": head.deferred()}, lambda _: None) == {"loss": 1, "none": None}
 
 
 def test_asking_what_it_is_makes_no_logits():

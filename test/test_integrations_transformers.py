@@ -203,6 +203,29 @@ def test_nothing_valid_is_zero_where_the_models_own_loss_is_nan(llama):
     assert not any(gradient.any() for gradient in found.gradients.values())
 
 
+def test_a_model_that_changes_its_logits_in_place():
+    """Chameleon never gives a token of an image: it sets those columns before its loss."""
+    config = transformers.ChameleonConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocabulary_map={"<image>": 4, "IMGIMGAZ": 5, "IMGIMGBZ": 6},
+        vq_config={
+            "embed_dim": 4, "num_embeddings": 8, "latent_channels": 4, "resolution": 8, "base_channels": 32,
+            "channel_multiplier": [1], "num_res_blocks": 1,
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.ChameleonForConditionalGeneration(config).train()
+    ids = torch.randint(7, 40, (2, 6))
+    with torch.no_grad():
+        model.lm_head.weight[5:7] = 50  # what is masked would weigh
+    inputs = {"input_ids": ids, "labels": ids}
+    plain = step(model, inputs)
+    with patch(model):
+        found = step(model, inputs)
+        assert report(model).materialised == {"setitem": 1}
+    assert difference(plain, found) <= CLOSE
+
+
 def test_logits_to_keep(llama):
     """With as many shifted labels it is fused; otherwise the error is the model's own."""
     inputs = batch(llama)

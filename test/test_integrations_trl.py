@@ -1,5 +1,8 @@
 """TRL's per-token functions and this package's say the same, and the trainers find ours once they are installed."""
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 
@@ -136,6 +139,62 @@ def test_mixed_dtypes_and_autocast():
         found = outcome(ours.ChunkedLogProb.apply(*made.values(), target, 1.0, 8), made, upstream)
     assert found[0].dtype == torch.float32
     assert [leaf.grad.dtype for leaf in made.values()] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_half_precision_logits_get_a_gradient_of_their_dtype(backend, monkeypatch):
+    """Kernels write a gradient in the logits' dtype, so a buffer of another would be misread by those that take it for that."""
+    monkeypatch.setenv("LIGER_BACKEND", backend)
+    plan_for, reached = ours.linear.plan_for, []
+    monkeypatch.setattr(ours.linear, "plan_for", lambda call: dataclasses.replace(plan_for(call), gemm_dtype=torch.bfloat16))
+    kernels = importlib.import_module(f"liger.backends.{backend}")
+    row_grad = kernels.row_grad
+
+    def checked(logits, inputs, lse, grad_loss, grad):
+        assert grad.dtype == logits.dtype
+        reached.append(logits.dtype)
+        row_grad(logits, inputs, lse, grad_loss, grad)
+
+    monkeypatch.setattr(kernels, "row_grad", checked)
+    made, target, upstream = leaves()
+    half = {name: leaf.detach().bfloat16().requires_grad_() for name, leaf in made.items()}
+    found = outcome(ours.ChunkedLogProb.apply(*half.values(), target, 1.0, 8), half, upstream)
+    assert reached
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        copies = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in half.items()}
+        results.append(outcome(truth(copies, target, temperature=1.0, cap=None, scale=1.0), copies, upstream))
+    for got, correct, theirs in zip(found, *results, strict=True):
+        if got.dtype != torch.bool:
+            assert_within_budget(got, correct.detach(), theirs.detach(), torch.bfloat16)
+
+
+def test_what_is_not_asked_for_is_not_computed(monkeypatch):
+    calls, entr = [], torch.special.entr
+    monkeypatch.setattr(torch.special, "entr", lambda x: calls.append(x) or entr(x))
+    made, target, _ = leaves()
+    found = ours.ChunkedLogProb.apply(*made.values(), target, 1.0, 8, None, 1.0, ("log_probs", "mean_logits"))
+    found[0].sum().backward()
+    assert found[1] is None
+    assert not calls
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0])
+def test_a_temperature_that_divides_nothing(temperature):
+    made, target, _ = leaves()
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        ours.ChunkedLogProb.apply(*made.values(), target, temperature, 8)
+
+
+def test_float64_under_autocast():
+    """It leaves float64 alone, in the row kernels' path as in the other."""
+    made, target, upstream = leaves(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome(ours.ChunkedLogProb.apply(*made.values(), target, 1.0, 8), made, upstream)
+    copies = {name: leaf.detach().requires_grad_() for name, leaf in made.items()}
+    exact = outcome(truth(copies, target, temperature=1.0, cap=None, scale=1.0), copies, upstream)
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype))
 
 
 def test_A13_no_second_derivative():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger import VocabParallel, liger_cross_entropy, liger_fused_linear_cross_entropy
+from liger.integrations import _logits
 from liger.integrations.fsdp import gather_weight
 from liger.integrations.megatron import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 from liger.integrations.transformer_engine import parallel_cross_entropy
@@ -247,11 +248,42 @@ def test_adapters(world, name, arguments, meaning, dtype):
             torch.testing.assert_close(more.flatten(), lse, **CLOSE)
 
 
+def of_one_class(rank, label_smoothing):
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    try:
+        return vocab_parallel_cross_entropy(torch.ones(2, 1, 1), torch.zeros(2, 1, dtype=torch.int64), label_smoothing, group)
+    except ValueError as error:
+        return str(error)
+
+
+def test_smoothing_over_no_other_class(world):
+    assert all(loss.eq(0).all() for loss in world.run(None, of_one_class, 0.0))
+    assert all("label_smoothing must be at most (V - 1) / V for V = 1" in error for error in world.run(None, of_one_class, 0.1))
+
+
 def test_adapters_on_one_device(monkeypatch):
     monkeypatch.setenv("LIGER_BACKEND", "torch")
     inputs = make_inputs(6, 38)
     loss = parallel_cross_entropy(inputs.input, inputs.target, reduce_loss=True)
     torch.testing.assert_close(loss, F.cross_entropy(inputs.input, inputs.target))
+    given, cross_entropy = [], _logits.liger_cross_entropy
+
+    def recorded(logits, target, **options):
+        given.append((logits.dtype, options))
+        return cross_entropy(logits, target, **options)
+
+    monkeypatch.setattr(_logits, "liger_cross_entropy", recorded)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    for dtype in dtypes:
+        logits = inputs.input.to(dtype).requires_grad_()
+        loss, lse = parallel_cross_entropy(logits, inputs.target, return_log_sum_exp=True)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert loss.dtype == lse.dtype == wide
+        torch.testing.assert_close(loss, F.cross_entropy(logits.to(wide), inputs.target, reduction="none"))
+        torch.testing.assert_close(lse, logits.to(wide).logsumexp(-1) * (inputs.target != -100))
+        assert torch.autograd.grad(loss.sum(), logits)[0].dtype == dtype
+    assert [dtype for dtype, _ in given] == [*dtypes]  # no copy is made, and no backend is asked for an option of few
+    assert not any("loss_dtype" in options for _, options in given)
     with pytest.warns(FutureWarning, match="use inp"):
         parallel_cross_entropy(None, inputs.target, _input=inputs.input)
     with pytest.raises(ValueError, match="tp_group must be given where Megatron-Core cannot be imported"):

@@ -3,7 +3,9 @@
 A `DeferredLogits` is returned in place of a head's output. It records what a fused loss can repeat, a positive factor, a
 soft cap, a cast, a selection of rows, and hands the rest to real logits, which it makes when they are first asked for. It is
 no tensor: whatever meets it that is not listed here, an operator, a function of torch or an attribute, gets the real ones.
-So a model is never given anything else than it asked for; what may differ is only whether memory is saved.
+So a model is given what it asked for, and what may differ is only whether memory is saved, with two exceptions in fused
+losses: a mean over targets that are all ignored is 0 and not NaN, and a target outside of the vocabulary gives NaN where a
+GPU's kernels run, which do not stop for it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ from torch.nn import functional as F
 from ..context import autocast_dtype, on_host
 from ..functional import liger_fused_linear_cross_entropy
 from ..options import FLOATING_DTYPES, LARGEST, SMALLEST_FACTOR
+from ..spec import compute_dtype
+from ._logits import logits_dtype
+
+THERE = "the logits are there already"
 
 
 @dataclass
@@ -73,7 +79,7 @@ class _Head:
     mode: _Mode
     backend: str | None
     tally: Tally
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int], ...]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -88,11 +94,11 @@ class _Head:
             )
 
 
-def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """How often each was changed in place; nothing where autograd does not count."""
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+    """How often each was changed in place, and where it lies, which `.data =` alone changes; nothing where nobody counts."""
     if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
         return ()
-    return tuple([tensor._version for tensor in tensors])
+    return tuple([(tensor._version, tensor.data_ptr()) for tensor in tensors])
 
 
 def defer(
@@ -108,13 +114,13 @@ def defer(
     mode = _Mode.of(hidden)
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     head = _Head(forward, hidden, weight, bias, mode, backend, tally, _versions(tensors))
-    return DeferredLogits(head, hidden, mode.autocast or hidden.dtype, weight.device, 1.0, None, None, None)
+    return DeferredLogits(head, hidden, logits_dtype(hidden), weight.device, 1.0, None, None, None)
 
 
 class DeferredLogits:
     """Logits (..., V): `cap * tanh(scale * linear(hidden))`, or without a cap `scale * linear(hidden)`."""
 
-    __slots__ = ("_after", "_device", "_dtype", "_head", "_hidden", "_parent", "_real", "_repeat", "_scale")
+    __slots__ = ("_after", "_device", "_dtype", "_head", "_hidden", "_parent", "_real", "_repeat", "_scale", "_version")
 
     def __init__(
         self,
@@ -140,6 +146,8 @@ class DeferredLogits:
         self._parent, self._repeat = parent, repeat
         """What these logits are made from, and how; None for the head's own output."""
         self._real: Tensor | None = None
+        self._version: tuple[tuple[int, int], ...] = ()
+        """Of the real logits when they were made."""
 
     # What a tensor says of itself without its values.
 
@@ -197,10 +205,15 @@ class DeferredLogits:
 
     # What a fused loss can repeat.
 
-    def _then(self, repeat: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
+    def _then(self, repeat: Callable[[Tensor], Tensor], **changed: Any) -> Any:
+        if self._is_made():  # what is real may be changed in place, which only real logits can follow
+            return repeat(self.made(THERE))
+        head = self._head
+        if head.mode.grad and not torch.is_grad_enabled():
+            head = replace(head, mode=replace(head.mode, grad=False))
         state: dict[str, Any] = {"hidden": self._hidden, "dtype": self._dtype, "device": self._device}
         state |= {"scale": self._scale, "after": self._after, "parent": self, "repeat": repeat}
-        return DeferredLogits(self._head, **(state | changed))
+        return DeferredLogits(head, **(state | changed))
 
     def _times(self, factor: Any, apply: Callable[[Any, Any], Any], inverse: bool) -> Any:
         number = _number(factor)
@@ -224,13 +237,13 @@ class DeferredLogits:
     def __truediv__(self, factor: Any) -> Any:
         return self._times(factor, operator.truediv, True)
 
-    def mul(self, factor: Any) -> Any:
+    def mul(self, other: Any) -> Any:
         """As of a tensor."""
-        return self * factor
+        return self * other
 
-    def div(self, factor: Any, **options: Any) -> Any:
+    def div(self, other: Any, **options: Any) -> Any:
         """As of a tensor."""
-        return self.made("div").div(factor, **options) if options else self / factor
+        return self.made("div").div(other, **options) if options else self / other
 
     def tanh(self) -> Any:
         """As of a tensor."""
@@ -258,17 +271,18 @@ class DeferredLogits:
         """As of a tensor."""
         return self.to(other.device, other.dtype)
 
-    def contiguous(self) -> DeferredLogits:
+    def contiguous(self, **options: Any) -> Any:
         """As of a tensor."""
-        return self._then(Tensor.contiguous)
+        return self.made("contiguous").contiguous(**options) if options else self._then(Tensor.contiguous)
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *sizes: Any, size: Any = None, dtype: Any = None) -> Any:
         """As of a tensor, where the vocabulary stays the last dimension."""
-        return self._reshaped("view", shape)
+        given = [value for value in (size, dtype) if value is not None]
+        return self._reshaped("view", (*sizes, *given))
 
-    def reshape(self, *shape: Any) -> Any:
+    def reshape(self, *sizes: Any, shape: Any = None) -> Any:
         """As of a tensor, where the vocabulary stays the last dimension."""
-        return self._reshaped("reshape", shape)
+        return self._reshaped("reshape", sizes if shape is None else (*sizes, shape))
 
     def _reshaped(self, method: str, shape: tuple[Any, ...]) -> Any:
         def repeat(real: Tensor) -> Any:
@@ -301,15 +315,43 @@ class DeferredLogits:
 
     # What becomes of the rest.
 
+    def _is_made(self) -> bool:
+        """Whether these logits, or any that they are made from, are there."""
+        return self._real is not None or (self._parent is not None and self._parent._is_made())
+
+    def _is_changed(self) -> bool:
+        """Whether these logits, or any that they are made from, were changed in place since; also where nobody counts."""
+        if self._real is not None and (not self._version or _versions((self._real,)) != self._version):
+            return True
+        return self._parent is not None and self._parent._is_changed()
+
     def _materialised(self) -> Tensor:
         if self._real is None:
             self._head.check_unchanged()
-            with self._head.mode.restored(self._head.hidden):
-                if self._parent is None or self._repeat is None:
-                    self._real = self._head.forward(self._head.hidden)
-                else:
-                    self._real = self._repeat(self._parent._materialised())
+            if self._parent is None or self._repeat is None:
+                self._real = self._from_head()
+            else:
+                late, parent = self._parent._is_made(), self._parent._materialised()
+                with self._head.mode.restored(self._head.hidden):
+                    self._real = self._repeat(parent)
+                # A view has its parent's changes; a copy was taken before them, when nothing was there to be changed.
+                if late and self._parent._is_changed() and not self._is_view(self._real, parent):
+                    self._real = self._from_head()
+            self._version = _versions((self._real,))
         return self._real
+
+    def _is_view(self, own: Tensor, parent: Tensor) -> bool:
+        if not torch.compiler.is_compiling():
+            return own.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr()
+        source = self._parent  # a trace has no storage: what changes no value is taken to be a view
+        return source is not None and (source._dtype, source._scale, source._after) == (self._dtype, self._scale, self._after)
+
+    def _from_head(self) -> Tensor:
+        """The logits as they are without a change in place."""
+        with self._head.mode.restored(self._head.hidden):
+            if self._parent is None or self._repeat is None:
+                return self._head.forward(self._head.hidden)
+            return self._repeat(self._parent._from_head())
 
     def made(self, reason: str) -> Tensor:
         """The real logits, for this reason."""
@@ -352,13 +394,14 @@ class DeferredLogits:
     def why_not(self, target: Any) -> str | None:
         """Why these logits and these targets, one per row, cannot become one fused call; None: they can."""
         head = self._head
-        if self._real is not None:
-            return "the logits are there already"
+        if self._is_made():
+            return THERE
         if self.transform() is None:
             return "a factor that is not positive"
         if head.hidden.dtype not in FLOATING_DTYPES or head.weight.dtype not in FLOATING_DTYPES:
             return f"a head of {head.weight.dtype}"
-        if head.mode.autocast is None and any(tensor.dtype != head.hidden.dtype for tensor in head.tensors):
+        dtypes = {tensor.dtype for tensor in head.tensors}
+        if len(dtypes) > 1 and (head.mode.autocast is None or torch.float64 in dtypes):  # which autocast leaves alone
             return "a head of mixed dtypes"
         if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
             return "targets that are no class ids"
@@ -371,7 +414,8 @@ class DeferredLogits:
         head, transform = self._head, self.transform()
         scale, cap = (1.0, None) if transform is None else transform
         head.check_unchanged()
-        with head.mode.restored(head.hidden):
+        grad = torch.is_grad_enabled()
+        with head.mode.restored(head.hidden), torch.set_grad_enabled(head.mode.grad and grad):
             loss = liger_fused_linear_cross_entropy(
                 self._hidden,
                 head.weight,
@@ -385,7 +429,7 @@ class DeferredLogits:
             if not isinstance(loss, Tensor):
                 raise TypeError("a fused loss returns one tensor")
         head.tally.fused += 1
-        return loss.to(self._device, self._dtype if autocast_dtype(loss) is None else torch.float32)
+        return loss.to(self._device, self._dtype if autocast_dtype(loss) is None else compute_dtype(self._dtype))
 
 
 def replaced(value: Any, change: Callable[[DeferredLogits], Any]) -> Any:
@@ -396,7 +440,9 @@ def replaced(value: Any, change: Callable[[DeferredLogits], Any]) -> Any:
         parts = {name: replaced(part, change) for name, part in value.items()}
         if all(parts[name] is part for name, part in value.items()):
             return value
-        return type(value)(**{name: part for name, part in parts.items() if part is not None})
+        kept = {name: part for name, part in parts.items() if part is not None or value[name] is None}
+        kind, has_fields = type(value), is_dataclass(value)
+        return kind(**kept) if has_fields else kind(kept)
     if isinstance(value, (tuple, list)):
         items = [replaced(part, change) for part in value]
         if all(item is part for item, part in zip(items, value, strict=True)):
@@ -476,5 +522,5 @@ for _name in (
     *("reversed", "array", "float", "int", "bool", "complex", "index", "dlpack", "deepcopy", "reduce_ex"),
 ):
     setattr(DeferredLogits, f"__{_name}__", _of_real(f"__{_name}__"))
-DeferredLogits.float = lambda self: self.to(torch.float32)  # type: ignore[attr-defined]  # a type inside the class
+DeferredLogits.float = lambda self, **options: self.to(torch.float32, **options)  # type: ignore[attr-defined]  # a type inside
 DeferredLogits.__hash__ = object.__hash__  # type: ignore[method-assign]  # as a tensor's: __eq__ is elementwise

@@ -2,9 +2,9 @@
 
     megatron.core.tensor_parallel.vocab_parallel_cross_entropy = liger.integrations.megatron.vocab_parallel_cross_entropy
 
-As there, equal parts, every column a class, and a loss per token in fp32. Otherwise: the logits are not overwritten; one
-collective and not three; label smoothing spreads over the whole vocabulary and not over each rank's part; targets of -100
-give 0, and others outside of the vocabulary NaN, not a finite number.
+As there, equal parts, every column a class, and a loss per token in fp32. Otherwise: the logits are not overwritten, and of
+fp64 ones the loss is fp64; one collective and not three; label smoothing spreads over the whole vocabulary and not over each
+rank's part; targets of -100 give 0, and others outside of the vocabulary NaN, not a finite number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
         tp_group: the process group; None is Megatron-Core's tensor model parallel group.
 
     Returns:
-        (s, b) fp32.
+        (s, b) fp32, or fp64 of fp64 logits.
 
     Raises:
         ValueError: an argument is out of range, or there is no group.
@@ -42,8 +42,8 @@ def vocab_parallel_cross_entropy(
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing!r}")
     vocab = split.vocab_size
-    e = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
-    if e > 1:
+    e = label_smoothing * vocab / max(vocab - 1, 1)
+    if e > min(vocab - 1, 1):  # of one class there are no others
         raise ValueError(f"label_smoothing must be at most (V - 1) / V for V = {vocab}, got {label_smoothing!r}")
     return per_token_loss(vocab_parallel_logits, target, vocab_parallel=split, label_smoothing=e)
 

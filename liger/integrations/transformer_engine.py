@@ -2,7 +2,8 @@
 
     transformer_engine.pytorch.parallel_cross_entropy = liger.integrations.transformer_engine.parallel_cross_entropy
 
-As there: equal parts, a loss per token or their mean over all tokens, in fp32. Otherwise: `inp` is not overwritten.
+As there: equal parts, a loss per token or their mean over the tokens that are not ignored, in fp32. Otherwise: `inp` is not
+overwritten, and may be fp64, which gives fp64.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec import compute_dtype
 from ..vocab_parallel import VocabParallel
 from ._logits import per_token_loss
 
@@ -41,12 +43,12 @@ def parallel_cross_entropy(
         ignore_idx: tokens with this target give 0.
         is_cg_capturable: any call is; nothing to choose.
         z_loss_weight: adds `z_loss_weight * logsumexp(logits)**2`.
-        _input: the older name of `inp`.
-        return_log_sum_exp: also return the logsumexp per token; this reads the logits once more.
+        _input: the older name of `inp`, used in place of what is given as `inp`, which has to be there as well.
+        return_log_sum_exp: also return the logsumexp per token, which torch computes from a copy of the logits in fp32.
 
     Returns:
-        (b, s) or (s, b) fp32, or () with `reduce_loss`; with `return_log_sum_exp` a pair with (b, s) or (s, b) fp32, not
-        differentiable and 0 for ignored tokens.
+        (b, s) or (s, b) fp32, or fp64 of fp64 logits; () with `reduce_loss`. With `return_log_sum_exp` a pair with
+        (b, s) or (s, b) of the same dtype, not differentiable and 0 for ignored tokens.
 
     Raises:
         ValueError: an argument is out of range.
@@ -69,7 +71,7 @@ def parallel_cross_entropy(
     )
     if not return_log_sum_exp:
         return loss
-    lse = torch.logsumexp(inp.detach().float(), -1)
+    lse = torch.logsumexp(inp.detach().to(compute_dtype(inp.dtype)), -1)
     if split is not None:
         lse = torch.logsumexp(split.gather(lse), 0)
     return loss, lse.masked_fill(target == ignore_idx, 0)

@@ -31,7 +31,7 @@ from ..context import on_host
 from ..dispatch import backends
 from ..dispatch.registry import AUTO
 from ..options import FLOATING_DTYPES, is_real
-from .deferred import DeferredLogits, Tally, defer, replaced
+from .deferred import THERE, DeferredLogits, Tally, defer, replaced
 
 _active = threading.local()
 """`.handle`: whose model is running with labels in this thread."""
@@ -375,7 +375,7 @@ class _Loss:
             target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         rows = logits.reshape(-1, logits.shape[-1])
         target = target.reshape(-1) if isinstance(target, Tensor) else target
-        reason = rows.why_not(target)
+        reason = rows.why_not(target) if isinstance(rows, DeferredLogits) else THERE
         if vocab_size != logits.shape[-1]:
             reason = f"the loss takes the vocabulary to be {vocab_size}, the head has {logits.shape[-1]}"
         if not _divides(num_items_in_batch):

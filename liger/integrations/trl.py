@@ -30,6 +30,7 @@ from ..context import autocast_dtype, without_autocast
 from ..functional import liger_cross_entropy, liger_fused_linear_cross_entropy
 from ..options import CrossEntropyOptions, CrossEntropyOutput
 from ..spec import RowInputs, RowResults
+from ._logits import logits_dtype
 
 TILE_TOKENS = 4096
 """Rows of TRL's tile of `chunk_size` columns: what is alive at once here has as many elements."""
@@ -68,6 +69,8 @@ class ChunkedLogProb:
             logit_scale: that multiplies the logits, before the soft cap.
             outputs: which of the optional results are wanted; the others are None. The first is differentiable.
         """
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
         if autocast_dtype(hidden) is None:  # TRL projects in the hidden states' dtype
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
@@ -94,7 +97,7 @@ def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, o
     check_tensors("fused_linear_cross_entropy", hidden, target, options, weight, bias, None)
     on = torch.is_grad_enabled()
     needs = Needs(*[on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)])
-    recipe = Recipe(options, needs, autocast_dtype(hidden) or hidden.dtype, torch.float32, any(needs), None)
+    recipe = Recipe(options, needs, logits_dtype(hidden), torch.float32, any(needs), None)
     return Call(hidden, target, weight, bias, None, recipe)
 
 
@@ -113,14 +116,15 @@ class _Statistics(torch.autograd.Function):
         like = call.input.new_empty(0, dtype=plan.gemm_dtype)
         results = RowResults.empty(call.rows, like, call.options, keep_lse=True)
         lse = _lse(results)
-        wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs or name == "entropy"}
+        wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
 
         def rows(logits: Tensor, span: slice) -> None:
             kernels.rows(logits, inputs.select(span), results.narrow(span), None)
-            for block in _blocks(logits):
+            for block in _blocks(logits) if wanted else ():
                 there = slice(span.start + block.start, span.start + block.stop)
                 s, log_p = _log_probabilities(logits[block], inputs, lse[:, there])
-                wanted["entropy"][there] = torch.special.entr(log_p.exp()).sum(-1)
+                if "entropy" in wanted:
+                    wanted["entropy"][there] = torch.special.entr(log_p.exp()).sum(-1)
                 if "log_sum_sq_probs" in wanted:
                     wanted["log_sum_sq_probs"][there] = torch.logsumexp(2 * log_p, -1)
                 if "mean_logits" in wanted:
@@ -129,12 +133,11 @@ class _Statistics(torch.autograd.Function):
         with without_autocast(hidden):
             linear.project(call, plan, None, rows, None)
         top = None if results.predicted is None else results.predicted == call.target
-        squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[1:3])
-        entropy = wanted["entropy"] if "entropy" in outputs else None
+        entropy, squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[:3])
         ctx.mark_non_differentiable(*(part for part in (squares, means, top) if part is not None))
-        ctx.save_for_backward(*call.tensors, lse, wanted["entropy"])
+        ctx.save_for_backward(*call.tensors, lse, wanted.get("entropy"))
         ctx.recipe, ctx.implementation = call.recipe, implementation
-        return -results.loss.float(), None if entropy is None else entropy.float(), squares, means, top
+        return -results.loss.float(), entropy, squares, means, top
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Any, ...]:
@@ -151,11 +154,12 @@ class _Statistics(torch.autograd.Function):
             if grad_entropy is None:
                 kernels.row_grad(logits, inputs.select(span), lse[:, span], upstream[span], logits)
                 return
-            for block in _blocks(logits):  # both parts in the compute dtype, rounded once
+            for block in _blocks(logits):
                 there = slice(span.start + block.start, span.start + block.stop)
                 part = logits[block]
-                total = part.new_empty(part.shape, dtype=lse.dtype)
-                kernels.row_grad(part, inputs.select(there), lse[:, there], upstream[there], total)
+                # Kernels write a gradient in the logits' dtype: these are widened, so that both parts are rounded once.
+                total = part.to(lse.dtype, copy=True)
+                kernels.row_grad(total, inputs.select(there), lse[:, there], upstream[there], total)
                 s, log_p = _log_probabilities(part, inputs, lse[:, there])
                 p = log_p.exp()
                 slope = torch.special.entr(p) - p * entropy[there, None]  # -p (log p + H), where p may be 0
@@ -201,7 +205,7 @@ def selective_log_softmax(
     """
     if index.ndim == logits.ndim or index.dtype not in (torch.int64, torch.int32):
         return _original("selective_log_softmax")(logits, index, temperature, row_mask)  # type: ignore[no-any-return]
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     target = index if row_mask is None else index.masked_fill(row_mask == 0, NO_TOKEN)
     loss = liger_cross_entropy(
