@@ -1,4 +1,4 @@
-"""Which recipes ran where: `pytest --record-recipes FILE` writes one line per recipe, test, backend and place.
+"""Which recipes ran where: `pytest --record-recipes=FILE` writes one line per recipe, test, backend and place.
 
 A recipe is an input on which loss kernels have gone wrong; its id (N1, A3, ...) begins the names of its tests. docs/generate.py
 makes the table of docs/recipes.md from such files.

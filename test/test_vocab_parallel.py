@@ -630,7 +630,6 @@ def build_bounds(rank, **arguments):
         (build_bounds, {"bounds": 5}, "bounds must be a tuple of (start, stop) for each rank, got 5"),
         (build_bounds, {"bounds": ((0,),)}, "bounds must be a tuple of (start, stop) for each rank, got ((0,),)"),
     ],
-    ids=repr,
 )
 def test_what_is_wrong_about_parts_is_named(world, build, arguments, message):
     for said in world.run("two", refusal, wrong_parts, build, arguments):
