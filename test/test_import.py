@@ -225,13 +225,13 @@ SIGNATURES = {
     "LigerCrossEntropyLoss": (
         "(weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', softcap=None, "
         "return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None, "
-        "in_place=False, logit_scale=1.0, vocab_parallel=None, backend=None)"
+        "in_place=False, backend=None, logit_scale=1.0, vocab_parallel=None)"
     ),
     "LigerCrossEntropyLoss.forward": "(self, input, target, *, num_items=None)",
     "LigerFusedLinearCrossEntropyLoss": (
         "(ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', "
         "softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False, return_token_accuracy=False, "
-        "return_predicted_tokens=False, chunk_size=None, logit_scale=1.0, vocab_parallel=None, backend=None)"
+        "return_predicted_tokens=False, chunk_size=None, backend=None, logit_scale=1.0, vocab_parallel=None)"
     ),
     "LigerFusedLinearCrossEntropyLoss.forward": "(self, lin_weight, input, target, bias=None, *, num_items=None)",
     "LigerCrossEntropyFunction.apply": (

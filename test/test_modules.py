@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import io
 import math
 import pickle
@@ -423,12 +422,3 @@ def test_accum_dtype_must_suit_the_weight(tensors):
     for accum in (torch.bfloat16, torch.float32):
         with pytest.raises(ValueError, match="accum_dtype must be None or float64 for a float64 weight, got"):
             apply(LigerFusedLinearCrossEntropyLoss, tensors, accum_dtype=accum)
-
-
-@pytest.mark.parametrize(
-    ("module", "last"),
-    [(liger.LigerCrossEntropyLoss, "in_place"), (liger.LigerFusedLinearCrossEntropyLoss, "chunk_size")],
-)
-def test_backend_keeps_its_place_among_the_positional_arguments(module, last):
-    names = list(inspect.signature(module).parameters)
-    assert names[names.index(last) + 1] == "backend"
