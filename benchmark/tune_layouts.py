@@ -8,7 +8,6 @@ process. The Triton kernels are timed beside them.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from liger.backends import cutedsl, triton
 from liger.backends.cutedsl.kernels import Layout
 from liger.backends.cutedsl.launch import layout_of
 
-from .tune_rows import Problem, time_ms
+from .tune_rows import Problem, arguments, time_ms
 
 PIPELINES_WARPS_VECTORS = ((1, 16, 2), (1, 16, 4), (2, 8, 2), (2, 8, 4), (3, 4, 4), (4, 4, 4))
 
@@ -46,14 +45,7 @@ def timed(problem: Problem, kernel: str, layout: Layout, flush: torch.Tensor, re
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, nargs="*", default=[4096, 32000, 128256, 151936, 262144])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", nargs="*", default=["rows", "loss", "row_grad"])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", default=None)
-    args = parser.parse_args()
+    args = arguments(__doc__, [4096, 32000, 128256, 151936, 262144])
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     table = []
     for vocab in args.vocab:

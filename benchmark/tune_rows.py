@@ -96,15 +96,20 @@ def timed(problem: Problem, kernel: str, launch: Launch, flush: torch.Tensor, re
     return ms
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str | None, vocabularies: list[int]) -> argparse.Namespace:
+    """The command line of a sweep over launches."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, nargs="*", default=[32000, 128256, 151936, 262144])
+    parser.add_argument("--vocab", type=int, nargs="*", default=vocabularies)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernels", nargs="*", default=["rows", "loss", "row_grad"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", default=None)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__, [32000, 128256, 151936, 262144])
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     table = []
     for vocab in args.vocab:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import require
 from .vocab_parallel import VocabParallel
 
 Reduction = Literal["mean", "sum", "none"]
@@ -68,28 +69,28 @@ class CrossEntropyOptions:
     """This rank's part of a vocabulary that is split over a process group; None: all of it is here."""
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int of 64 bits")
+        require(_is_int(self.ignore_index), "ignore_index", self.ignore_index, "an int of 64 bits")
         reduction: object = self.reduction
         known = isinstance(reduction, str) and reduction in REDUCTIONS
-        _require(known, "reduction", reduction, "'mean', 'sum' or 'none'")
+        require(known, "reduction", reduction, "'mean', 'sum' or 'none'")
         smoothing = self.label_smoothing
-        _require(is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
+        require(is_real(smoothing) and 0 <= smoothing <= 1, "label_smoothing", smoothing, "a number in [0, 1]")
         z_scale = self.lse_square_scale
-        _require(is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, SCALES)
+        require(is_real(z_scale) and z_scale >= 0, "lse_square_scale", z_scale, SCALES)
         cap = self.softcap
-        _require(cap is None or (is_real(cap) and cap >= SMALLEST_FACTOR), "softcap", cap, CAPS)
+        require(cap is None or (is_real(cap) and cap >= SMALLEST_FACTOR), "softcap", cap, CAPS)
         factor = self.logit_scale
-        _require(is_real(factor) and factor >= SMALLEST_FACTOR, "logit_scale", factor, FACTORS)
+        require(is_real(factor) and factor >= SMALLEST_FACTOR, "logit_scale", factor, FACTORS)
         for name in _FLAGS:
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         for name in ("loss_dtype", "accum_dtype"):
             dtype = getattr(self, name)
             floating = isinstance(dtype, torch.dtype) and dtype in FLOATING_DTYPES
-            _require(dtype is None or floating, name, dtype, "None or a floating-point torch.dtype")
+            require(dtype is None or floating, name, dtype, "None or a floating-point torch.dtype")
         size = self.chunk_size
-        _require(size is None or (_is_int(size) and size >= 1), "chunk_size", size, "None or an int >= 1")
+        require(size is None or (_is_int(size) and size >= 1), "chunk_size", size, "None or an int >= 1")
         split = self.vocab_parallel
-        _require(split is None or isinstance(split, VocabParallel), "vocab_parallel", split, "None or a VocabParallel")
+        require(split is None or isinstance(split, VocabParallel), "vocab_parallel", split, "None or a VocabParallel")
 
     def nondefault(self) -> tuple[tuple[str, Any], ...]:
         """The (name, value) pairs that a backend has to admit: a new field is refused until a table row names it.
@@ -139,8 +140,3 @@ def _is_int(value: object) -> bool:
 def is_real(value: object) -> bool:
     """Whether this is a number that arithmetic in fp32 can hold; an int, one of 64 bits."""
     return _is_int(value) or (isinstance(value, float) and -LARGEST <= value <= LARGEST)
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")

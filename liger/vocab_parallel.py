@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .errors import require
+
 
 @dataclass(frozen=True, slots=True)
 class VocabParallel:
@@ -55,7 +57,7 @@ class VocabParallel:
     def __post_init__(self) -> None:
         group = _usable(self.group)
         object.__setattr__(self, "group", group)
-        _require(_are_pairs(self.bounds), "bounds", self.bounds, "a tuple of (start, stop) for each rank")
+        require(_are_pairs(self.bounds), "bounds", self.bounds, "a tuple of (start, stop) for each rank")
         own = (self.start, self.stop, self.vocab_size, self.sequence_parallel, self.reduce_input_grad)
         told = [(*bound, *own[2:]) for bound in self.bounds] or _everyones(own, group)
         object.__setattr__(self, "bounds", _checked(told, own, group))
@@ -92,9 +94,9 @@ class VocabParallel:
         Example:
             >>> VocabParallel.even(50257, group, padded_size=50304)
         """
-        _require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
+        require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
         size = vocab_size if padded_size is None else padded_size
-        _require(_is_size(size) and size >= vocab_size, "padded_size", padded_size, f"None or an int >= {vocab_size}")
+        require(_is_size(size) and size >= vocab_size, "padded_size", padded_size, f"None or an int >= {vocab_size}")
         ranks, rank = dist.get_world_size(_usable(group)), dist.get_rank(group)
         step = -(-size // ranks)
         bounds = tuple((min(r * step, size), min((r + 1) * step, size)) for r in range(ranks))
@@ -107,7 +109,7 @@ class VocabParallel:
         Example:
             >>> VocabParallel.equal(logits.shape[-1], group)
         """
-        _require(_is_size(width) and width >= 1, "width", width, "an int >= 1")
+        require(_is_size(width) and width >= 1, "width", width, "an int >= 1")
         return VocabParallel.even(width * dist.get_world_size(_usable(group)), group)
 
     @staticmethod
@@ -225,20 +227,20 @@ def _checked(told: list[tuple[Any, ...]], own: tuple[Any, ...], group: dist.Proc
     """The bounds, if they make up one vocabulary. All ranks look at all parts, so that all raise or none."""
     size = own[2]
     for start, stop, vocab_size, *flags in told:
-        _require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
-        _require(all(isinstance(flag, bool) for flag in flags), "sequence_parallel, reduce_input_grad", flags, "True or False")
-        _require(_is_size(start), "start", start, "an int >= 0")
-        _require(_is_size(stop) and stop >= start, "stop", stop, f"an int >= start = {start}")
-        _require((vocab_size, *flags) == own[2:], "vocab_size and the flags", (vocab_size, *flags), f"{own[2:]} on every rank")
-    _require(own[4] or not own[3], "reduce_input_grad", own[4], "True with sequence_parallel, which scatters the sum")
+        require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
+        require(all(isinstance(flag, bool) for flag in flags), "sequence_parallel, reduce_input_grad", flags, "True or False")
+        require(_is_size(start), "start", start, "an int >= 0")
+        require(_is_size(stop) and stop >= start, "stop", stop, f"an int >= start = {start}")
+        require((vocab_size, *flags) == own[2:], "vocab_size and the flags", (vocab_size, *flags), f"{own[2:]} on every rank")
+    require(own[4] or not own[3], "reduce_input_grad", own[4], "True with sequence_parallel, which scatters the sum")
     bounds = tuple((start, stop) for start, stop, *_ in told)
-    _require(len(bounds) == dist.get_world_size(group), "bounds", bounds, "one (start, stop) for each rank of the group")
+    require(len(bounds) == dist.get_world_size(group), "bounds", bounds, "one (start, stop) for each rank of the group")
     reached = 0
     for start, stop in sorted(bounds):
-        _require(start == reached, "the ranks' parts", list(bounds), f"adjoining ranges from 0 to at least {size}")
+        require(start == reached, "the ranks' parts", list(bounds), f"adjoining ranges from 0 to at least {size}")
         reached = stop
-    _require(reached >= size, "the ranks' parts", list(bounds), f"adjoining ranges from 0 to at least {size}")
-    _require(bounds[dist.get_rank(group)] == own[:2], "bounds", bounds, "this rank's start and stop at its place")
+    require(reached >= size, "the ranks' parts", list(bounds), f"adjoining ranges from 0 to at least {size}")
+    require(bounds[dist.get_rank(group)] == own[:2], "bounds", bounds, "this rank's start and stop at its place")
     return bounds
 
 
@@ -292,8 +294,3 @@ def _are_pairs(value: object) -> bool:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _require(holds: bool, name: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {allowed}, got {value!r}")
