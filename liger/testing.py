@@ -288,8 +288,8 @@ def _dense(
 def _dense_loss(
     logits: Tensor, target: Tensor, class_weight: Tensor | None, num_items: float | None, options: CrossEntropyOptions
 ) -> tuple[CrossEntropyOutput, CrossEntropyOutput, Tensor, Tensor]:
-    """From capped logits (N, V), in their dtype: what a call returns, its row-wise parts, and the factors of the loss,
-    (N, V) those of each class's -log p and (N,) those of lse squared.
+    """From capped logits (N, V), in their dtype: what a call returns, its row-wise parts, and the magnitudes of the
+    loss's factors, (N, V) those of each class's -log p and (N,) those of lse squared.
     """
     n, vocab = logits.shape
     valid = (target != options.ignore_index).nonzero()[:, 0]
@@ -305,8 +305,12 @@ def _dense_loss(
         count = len(valid) if num_items is None else num_items
         pull = pull / mass if mass > 0 else pull * 0
         z_pull = z_pull / count if count > 0 else z_pull * 0
+    pull_magnitude, z_magnitude = pull, z_pull
     if options.use_token_scaling:
         scale = log_p.gather(-1, y[:, None]).exp().detach()
+        single = torch.finfo(torch.float32)
+        least = scale.clamp(min=single.smallest_normal / single.eps)  # a smaller factor may be flushed to zero
+        pull_magnitude, z_magnitude = pull * least, z_pull * least[:, 0]
         pull, z_pull = pull * scale, z_pull * scale[:, 0]
     core = -(pull * log_p).sum(-1)
     z = z_pull * torch.logsumexp(s, -1).square()
@@ -325,7 +329,7 @@ def _dense_loss(
         predicted if options.return_predicted_tokens else None,
     )
     rows = CrossEntropyOutput(losses.detach(), z_losses.detach())
-    return output, rows, spread(pull).detach(), spread(z_pull).detach()
+    return output, rows, spread(pull_magnitude).detach(), spread(z_magnitude).detach()
 
 
 def _magnitudes(
