@@ -119,15 +119,15 @@ def test_S7_a_sharded_head_is_named(flce, shape):
 WRONG = {
     "target of another length": ({"target": torch.zeros(3, dtype=torch.int64)}, r"target .*\(4,\).*\(3,\)"),
     "target with a dimension too many": ({"target": torch.zeros(4, 1, dtype=torch.int64)}, r"target .*\(4, 1\)"),
-    "class weight of another length": ({"class_weight": torch.ones(36)}, r"weight .*\(37,\).*\(36,\)"),
-    "class weight with two dimensions": ({"class_weight": torch.ones(1, 37)}, r"weight .*\(37,\).*\(1, 37\)"),
+    "class weight of another length": ({"class_weight": torch.ones(36)}, r"weight .*\(40,\).*\(36,\)"),
+    "class weight with two dimensions": ({"class_weight": torch.ones(1, 40)}, r"weight .*\(40,\).*\(1, 40\)"),
     "input without dimensions": ({"input": torch.tensor(1.0), "target": torch.tensor(0)}, r"input .*\(\)"),
     "input without classes": ({"input": torch.zeros(4, 0)}, r"input .*\(4, 0\)"),
     "target that is no tensor": ({"target": [0, 1, 2, 3]}, r"target must be a torch.Tensor, got list"),
 }
 WRONG_HEAD = {
-    "bias of another length": ({"bias": torch.ones(36)}, r"bias .*\(37,\).*\(36,\)"),
-    "weight of another width": ({"weight": torch.ones(37, 15)}, r"weight .*16.*\(37, 15\)"),
+    "bias of another length": ({"bias": torch.ones(36)}, r"bias .*\(40,\).*\(36,\)"),
+    "weight of another width": ({"weight": torch.ones(40, 15)}, r"weight .*16.*\(40, 15\)"),
 }
 
 
@@ -136,14 +136,14 @@ def test_S7_wrong_shapes_are_named(loss, case):
     changed, message = WRONG[case]
     changed = {name: t.to(loss.device) if isinstance(t, torch.Tensor) else t for name, t in changed.items()}
     with pytest.raises(ValueError, match=message):
-        loss(replace(loss.inputs(4, 37), **changed))
+        loss(replace(loss.inputs(4, 40), **changed))
 
 
 @pytest.mark.parametrize("case", WRONG_HEAD)
 def test_S7_wrong_shapes_of_the_head_are_named(flce, case):
     changed, message = WRONG_HEAD[case]
     with pytest.raises(ValueError, match=message):
-        flce(replace(flce.inputs(4, 37), **{name: t.to(flce.device) for name, t in changed.items()}))
+        flce(replace(flce.inputs(4, 40), **{name: t.to(flce.device) for name, t in changed.items()}))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

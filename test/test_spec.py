@@ -131,7 +131,7 @@ def test_an_option_is_right_or_refused(loss, name):
     if name in loss.row.capability.options:
         loss.check(*(call := call_with(loss, name))[:1], **call[1])
     elif name in option_names(loss.row.op):
-        shape = (4, 37, 16) if loss.fused else (4, 37)
+        shape = (4, 40, 16) if loss.fused else (4, 40)
         info = device_info(torch.device(loss.device))
         request = Request(loss.row.op, info, torch.bfloat16, shape, ((name, name in TENSORS or VALUES[name]),))
         with pytest.raises(UnsupportedError, match=rf"{loss.row.backend}: .*{name}="):
@@ -142,7 +142,7 @@ def observed(subject, name):
     """(without the option, with it): whatever the option is there to change."""
     inputs, options = call_with(subject, name)
     if name in ("accum_dtype", "chunk_size"):
-        describe = {"device": torch.device(subject.device), "dtype": torch.bfloat16, "shape": (4, 37, 16)}
+        describe = {"device": torch.device(subject.device), "dtype": torch.bfloat16, "shape": (4, 40, 16)}
         describe["backend"] = subject.row.backend
         plain = explain(subject.row.op, **describe).plan
         if name == "accum_dtype" and plain.accum_dtype == options[name]:  # already what the plan chooses here

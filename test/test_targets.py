@@ -44,18 +44,18 @@ def test_T1_no_class_weight_at_all(loss):
     assert not any(grad.any() for grad in gradients(got))
 
 
-WRONG = [37, 42, -1, -2, 2**31, 2**32 + 3]
+WRONG = [40, 45, -1, -2, 2**31, 2**32 + 3]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_T3_a_target_that_names_no_class(loss, reduction, wrong):
-    inputs = loss.inputs(3, 37, dtype=F32, ignored=0.34)
+    inputs = loss.inputs(3, 40, dtype=F32, ignored=0.34)
     row = int((inputs.target >= 0).nonzero()[1])
     bad = replace(inputs, target=inputs.target.clone())
     bad.target[row] = wrong
     if loss.row.checks_target:
-        with pytest.raises(ValueError, match=rf"target\[{row}\] is {wrong}, outside \[0, 37\).*ignore_index=-100"):
+        with pytest.raises(ValueError, match=rf"target\[{row}\] is {wrong}, outside \[0, 40\).*ignore_index=-100"):
             loss(bad, reduction=reduction)
         return
     good, got = loss.outcome(inputs, reduction=reduction), loss.outcome(bad, reduction=reduction)
@@ -88,10 +88,10 @@ def test_T3_nor_with_other_options(loss, options, weighted):
 def test_T3_position_in_a_batch(loss):
     if not loss.row.checks_target:
         pytest.skip(f"{loss} does not check targets")
-    flat = loss.inputs(6, 37, ignored=0.0)
+    flat = loss.inputs(6, 40, ignored=0.0)
     inputs = replace(flat, input=flat.input.unflatten(0, (2, 3)), target=flat.target.view(2, 3))
-    inputs.target[1, 2] = 37
-    with pytest.raises(ValueError, match=r"target\[1\]\[2\] is 37"):
+    inputs.target[1, 2] = 40
+    with pytest.raises(ValueError, match=r"target\[1\]\[2\] is 40"):
         loss(inputs)
 
 

@@ -19,7 +19,7 @@ from liger.testing import Inputs
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 HALF = [BF16, F16]
-VOCAB = 67
+VOCAB = 56
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +205,7 @@ def torch_curve(device, dtype, autocast):
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # asks for less precision
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # of the transformer's attention
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # the first one, of torch's own pool
 @pytest.mark.parametrize(
     ("autocast", "mode"), [(BF16, "default"), (BF16, "reduce-overhead"), (None, "default")], ids=str
 )

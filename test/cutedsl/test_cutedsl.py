@@ -8,11 +8,13 @@ import contextlib
 import ctypes
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import liger
 from liger import spec
@@ -387,6 +389,37 @@ def test_agrees_with_triton_within_one_rounding(vocab, dtype, options):
     )
     assert grad[3].isnan().all()
     assert not grad[inputs.target == -100].any()
+
+
+@needs_gpu
+@pytest.mark.parametrize("first", ["rows", "scale_"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_thread_may_use_the_gpu_for_the_first_time(first, loaded):
+    """As backward's does: the kernel, loaded there or elsewhere, is all that it ever calls."""
+    logits = torch.randn(8, 1000, device="cuda")
+    target = torch.arange(8, device="cuda")
+    options = CrossEntropyOptions(reduction="sum")
+    results, factor = spec.RowResults.empty(8, logits, options, keep_lse=True), torch.tensor(3.0, device="cuda")
+    before, grad = logits.clone(), torch.empty_like(logits)
+
+    def call():
+        if first == "scale_":
+            backend.scale_(logits, factor)
+        else:
+            backend.rows(logits, spec.RowInputs(target, options), results, grad)
+
+    for cache in (launch.rows_on, launch.scale_on):
+        cache.cache_clear()
+    if loaded:
+        call()
+    logits.copy_(before)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as elsewhere:
+        elsewhere.submit(call).result()
+    if first == "scale_":
+        assert torch.equal(logits, before * 3)
+    else:
+        torch.testing.assert_close(results.loss, F.cross_entropy(logits, target, reduction="none"))
 
 
 @needs_gpu
