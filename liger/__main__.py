@@ -22,6 +22,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import torch
 
 from . import __version__, explain
+from .backends.linear import Plan
 from .bench import Result, bench
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementation, Op, Request, backends, table
 from .dispatch.capability import device_info, installed_version
@@ -359,8 +360,12 @@ def explanation_json(answer: Explanation) -> dict[str, Any]:
         "chosen": answer.chosen,
         "source": answer.source,
         "backends": [{"backend": backend, "reasons": list(reasons)} for backend, reasons in answer.rows],
-        "plan": answer.plan and {name: _plain(value) for name, value in dataclasses.asdict(answer.plan).items()},
+        "plan": answer.plan and _plan_json(answer.plan),
     }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in dataclasses.asdict(plan).items()} | {"peak_bytes": plan.peak_bytes}
 
 
 def _plain(value: Any) -> Any:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ SKIP_FRACTION = 1 / 16
 """Share of ignored rows from which gathering the others costs less than projecting all."""
 MIB = 1 << 20
 
+logger = logging.getLogger("liger")
+Made = TypeVar("Made")
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -61,10 +65,26 @@ class Plan:
     """Whether backward projects again because the gradient needs the upstream gradient first."""
     slab_bytes: int
     """The logits slab, the only one."""
-    peak_bytes: int
-    """Predicted peak: slab, accumulators, gradients, and copies in the GEMM's dtype; every gradient wanted."""
+    copy_bytes: int
+    """The weight in the GEMM's dtype, where its own is another: alive as long as the slab."""
+    input_bytes: int
+    """The input's gradient."""
+    weight_bytes: int
+    """The weight's gradient while it is summed."""
+    cast_bytes: int
+    """That sum in the weight's own dtype, where it is another: made once the slab is gone."""
     ranks: int = 1
     """Among how many the vocabulary is split; bytes are those of one."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak, every gradient wanted."""
+        return self.needed_bytes(input=True, weight=True)
+
+    def needed_bytes(self, *, input: bool, weight: bool) -> int:
+        """Predicted peak of a pass that makes the gradients of `input` and of `weight`, or not."""
+        kept = self.input_bytes * input + self.weight_bytes * weight
+        return kept + max(self.slab_bytes + self.copy_bytes, self.cast_bytes * weight)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -127,13 +147,21 @@ def make_plan(
     if accum_dtype is None:
         accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
     classes = -(-vocab // ranks)
-    slab_bytes = chunk_rows * classes * gemm_dtype.itemsize
     weight_elements = classes * hidden
-    grad_bytes = n * hidden * dtype.itemsize + weight_elements * accum_dtype.itemsize
-    copy_bytes = weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0
-    cast_bytes = weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0
-    peak_bytes = grad_bytes + max(slab_bytes + copy_bytes, cast_bytes)
-    return Plan(n, chunk_rows, chunks, gemm_dtype, accum_dtype, recompute, slab_bytes, peak_bytes, ranks)
+    return Plan(
+        rows=n,
+        chunk_rows=chunk_rows,
+        chunks=chunks,
+        gemm_dtype=gemm_dtype,
+        accum_dtype=accum_dtype,
+        recompute=recompute,
+        slab_bytes=chunk_rows * classes * gemm_dtype.itemsize,
+        copy_bytes=weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0,
+        input_bytes=n * hidden * dtype.itemsize,
+        weight_bytes=weight_elements * accum_dtype.itemsize,
+        cast_bytes=weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0,
+        ranks=ranks,
+    )
 
 
 def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_type: str) -> int:
@@ -146,24 +174,124 @@ def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_t
     return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
 
 
-def plan_for(call: Call) -> Plan:
-    """The plan of a call."""
+def plan_for(call: Call, chunk_size: int | None = None) -> Plan:
+    """The plan of a call; with `chunk_size`, as if the caller had given that."""
     weight, split = _present(call.weight), call.options.vocab_parallel
     return make_plan(
         (call.rows, call.vocab, call.input.shape[1]),
         call.input.device.type,
         call.recipe.logits_dtype,
         weight_dtype=weight.dtype,
-        chunk_size=call.options.chunk_size,
+        chunk_size=chunk_size or call.options.chunk_size,
         accum_dtype=call.options.accum_dtype,
         recompute=call.recipe.gradient_in_backward,
         ranks=1 if split is None else split.ranks,
     )
 
 
+def within_memory(call: Call, run: Callable[[Plan], Made], *, gradients: bool) -> Made:
+    """`run` with the call's plan; where memory runs out and the caller gave no chunk_size, again with smaller chunks.
+
+    What it ran out in is thrown away: a run writes to nothing but its own, and the one that fits gives what a call with that
+    chunk_size gives.
+
+    Args:
+        gradients: whether `run` makes the wanted gradients.
+
+    Raises:
+        torch.OutOfMemoryError: no smaller plan needs less; the message says how many bytes this one does.
+    """
+    plan = plan_for(call)
+    while True:
+        try:
+            return run(plan)
+        except torch.OutOfMemoryError as error:
+            failure = error
+        failure.__traceback__ = None  # its frames hold the tensors of the run that failed
+        smaller = _smaller(call, plan, gradients)
+        if smaller is None:
+            failure.args = (f"{failure}\n{_what_it_needs(call, plan, gradients)}",)
+            raise failure
+        _report_smaller(plan.rows, call.vocab, call.input.shape[1], plan.chunk_rows, smaller.chunk_rows)
+        plan = smaller
+
+
+def _smaller(call: Call, plan: Plan, gradients: bool) -> Plan | None:
+    """The next plan that needs less memory than `plan`, or None.
+
+    Half the rows a chunk; but not beyond `FEW_CHUNKS` before these have been tried, since the sum in fp32 that more chunks need
+    may cost more than their logits save.
+    """
+    split, x = call.options.vocab_parallel, call.input
+    agreed = split is not None and split.ranks > 1  # every rank makes the same chunks, whatever memory it has
+    if call.options.chunk_size is not None or agreed or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    rows, few = plan.chunk_rows, _round_up(-(-plan.rows // FEW_CHUNKS), GEMM_ROW_TILE)
+    while rows > GEMM_ROW_TILE:
+        half = _round_up(rows // 2, GEMM_ROW_TILE)
+        rows = few if half < few < rows else half
+        found = plan_for(call, rows)
+        if _needed(call, found, gradients) < _needed(call, plan, gradients):
+            return found
+    return None
+
+
+def _made(call: Call, gradients: bool) -> tuple[bool, bool]:
+    needs = call.recipe.needs
+    return gradients and needs.input, gradients and needs.weight
+
+
+def _needed(call: Call, plan: Plan, gradients: bool) -> int:
+    input, weight = _made(call, gradients)
+    return plan.needed_bytes(input=input, weight=weight)
+
+
+def _what_it_needs(call: Call, plan: Plan, gradients: bool) -> str:
+    input, weight = _made(call, gradients)
+    accum, gemm = dtype_name(plan.accum_dtype), dtype_name(plan.gemm_dtype)
+    parts = (
+        (plan.slab_bytes, f"the logits of {plan.chunk_rows} rows"),
+        (plan.copy_bytes, f"weight in {gemm}"),
+        (plan.input_bytes * input, "the gradient of input"),
+        (plan.weight_bytes * weight, f"the gradient of weight, summed in {accum}"),
+        (plan.cast_bytes * weight, "that sum in weight's dtype, after the logits are gone"),
+    )
+    shape = (plan.rows, call.vocab, call.input.shape[1])
+    listed = "; ".join(f"{size} for {what}" for size, what in parts if size)
+    if call.options.chunk_size is not None:
+        advice = "a smaller chunk_size, or none, makes the logits smaller"
+    else:
+        advice = "smaller chunks would not need less"
+    return (
+        f"fused_linear_cross_entropy with (N, V, H) = {shape} needs {_needed(call, plan, gradients)} bytes beyond its "
+        f"arguments and the products' workspace: {listed}. {advice}"
+    )
+
+
+_reported: set[tuple[int, int]] = set()
+
+
+def _report_smaller(n: int, vocab: int, hidden: int, rows: int, smaller: int) -> None:
+    """Say once for a head that its chunks are smaller than planned."""
+    if (vocab, hidden) not in _reported:
+        _reported.add((vocab, hidden))
+        logger.warning(
+            "fused_linear_cross_entropy with (N, V, H) = (%s, %s, %s) ran out of memory with chunks of %s rows and goes on "
+            "with %s; chunk_size=%s saves the attempt",
+            *(n, vocab, hidden, rows, smaller, smaller),
+        )
+
+
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
     """Row results; unless backward makes them, the wanted gradients for an upstream gradient of 1; the rows projected."""
-    plan = plan_for(call)
+    return within_memory(
+        call, functools.partial(_forward, call, kernels), gradients=call.recipe.gradient_in_forward
+    )
+
+
+def _forward(
+    call: Call, kernels: RowKernels, plan: Plan
+) -> tuple[RowResults, Gradients | None, Tensor | None]:
     inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
     index = labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]
@@ -187,17 +315,20 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
 
     `index`: the rows that forward projected, None for all.
     """
-    plan = plan_for(call)
     inputs = call.row_inputs()
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
-    gradients = GradientSums(call, plan, index)
 
-    def rows(logits: Tensor, span: slice) -> None:
-        kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
+    def run(plan: Plan) -> Gradients:
+        gradients = GradientSums(call, plan, index)
 
-    project(call, plan, index, rows, gradients)
-    return gradients.finish()
+        def rows(logits: Tensor, span: slice) -> None:
+            kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
+
+        project(call, plan, index, rows, gradients)
+        return gradients.finish()
+
+    return within_memory(call, run, gradients=True)
 
 
 def project(

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import dispatch, spec
 from ..autograd import refuse_second_derivative
 from ..backends import linear
-from ..call import Call, Needs, Recipe
+from ..call import Call, Gradients, Needs, Recipe
 from ..checks import check_target_values, check_tensors
 from ..context import autocast_dtype, without_autocast
 from ..functional import liger_cross_entropy, liger_fused_linear_cross_entropy
@@ -112,8 +112,8 @@ class _Statistics(torch.autograd.Function):
         if implementation.checks_target:
             check_target_values(call.target, call.vocab, call.options.ignore_index)
         ctx.set_materialize_grads(False)
-        kernels, plan, inputs = implementation.kernels(), linear.plan_for(call), call.row_inputs()
-        like = call.input.new_empty(0, dtype=plan.gemm_dtype)
+        kernels, inputs = implementation.kernels(), call.row_inputs()
+        like = call.input.new_empty(0, dtype=linear.plan_for(call).gemm_dtype)
         results = RowResults.empty(call.rows, like, call.options, keep_lse=True)
         lse = _lse(results)
         wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
@@ -131,7 +131,7 @@ class _Statistics(torch.autograd.Function):
                     wanted["mean_logits"][there] = s.mean(-1)
 
         with without_autocast(hidden):
-            linear.project(call, plan, None, rows, None)
+            linear.within_memory(call, lambda plan: linear.project(call, plan, None, rows, None), gradients=False)
         top = None if results.predicted is None else results.predicted == call.target
         entropy, squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[:3])
         ctx.mark_non_differentiable(*(part for part in (squares, means, top) if part is not None))
@@ -146,8 +146,7 @@ class _Statistics(torch.autograd.Function):
             return (None,) * 5
         input, target, weight, bias, class_weight, num_items, lse, entropy = ctx.saved_tensors
         call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
-        kernels, plan, inputs = ctx.implementation.kernels(), linear.plan_for(call), call.row_inputs()
-        gradients = linear.GradientSums(call, plan, None)
+        kernels, inputs = ctx.implementation.kernels(), call.row_inputs()
         upstream = lse.new_zeros(call.rows) if grad_log_probs is None else -grad_log_probs.to(lse.dtype)
 
         def rows(logits: Tensor, span: slice) -> None:
@@ -168,9 +167,13 @@ class _Statistics(torch.autograd.Function):
                     slope *= 1 - (s / inputs.options.softcap) ** 2
                 part.copy_(total.add_(slope))
 
-        with without_autocast(input):
+        def run(plan: linear.Plan) -> Gradients:
+            gradients = linear.GradientSums(call, plan, None)
             linear.project(call, plan, None, rows, gradients)
-        return (*gradients.finish(), None, None)
+            return gradients.finish()
+
+        with without_autocast(input):
+            return (*linear.within_memory(call, run, gradients=True), None, None)
 
 
 def _lse(results: RowResults) -> Tensor:
