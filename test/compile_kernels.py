@@ -74,7 +74,8 @@ def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if name not in function.do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0:

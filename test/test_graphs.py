@@ -261,3 +261,23 @@ def test_C6_one_compilation_for_every_count():
         caches = kernels.rows_kernel.device_caches
         compilations.append(sum(len(cache[0]) for cache in caches.values()))
     assert len(set(compilations)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_C6_one_compilation_wherever_chunks_and_targets_begin(reduction):
+    """Rows' numbers lie at any address: only that of the logits themselves may make another kernel."""
+    from liger.backends.triton import kernels
+
+    x, weight = (torch.randn(rows, 32, device="cuda", requires_grad=True) for rows in (64, 777))
+    targets = torch.arange(70, device="cuda")
+    compilations = []
+    for start, chunk_size in ((0, 64), (0, 16), (1, 7), (2, 6), (3, 33)):
+        loss = liger.liger_fused_linear_cross_entropy(
+            x, weight, targets[start : start + 64], chunk_size=chunk_size, reduction=reduction, return_z_loss=True,
+            return_predicted_tokens=True, backend="triton",
+        ).loss  # fmt: skip
+        loss.sum().backward()
+        found = (kernels.rows_kernel, kernels.row_grad_kernel)
+        compilations.append(sum(len(cache[0]) for kernel in found for cache in kernel.device_caches.values()))
+    assert len(set(compilations)) == 1

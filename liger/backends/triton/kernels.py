@@ -10,6 +10,12 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# What a program reads or writes one element of gains nothing by a known alignment, and chunks begin anywhere: without this
+# Triton would compile a kernel for each combination of aligned and other addresses.
+ONE_ELEMENT = [
+    *("target_ptr", "target_weight_ptr", "class_weight_sum_ptr", "core_divisor_ptr", "z_divisor_ptr"),
+    *("loss_ptr", "z_loss_ptr", "predicted_ptr", "lse_ptr", "grad_loss_ptr", "factor_ptr"),
+]
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: a group with nothing in it yields exp(-inf - LOWEST) = 0
 
 
@@ -216,7 +222,10 @@ def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK
         _store(grad_ptr, offsets, grad_stride, vocab, tl.zeros((BLOCK,), tl.float32), True, GRAD_STRIDED)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"])
+@triton.jit(
+    do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"],
+    do_not_specialize_on_alignment=ONE_ELEMENT,
+)
 def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
@@ -317,7 +326,7 @@ def rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start"], do_not_specialize_on_alignment=ONE_ELEMENT)
 def row_stats_kernel(
     logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr,
     maximum_ptr, sum_exp_ptr, target_logit_ptr, weighted_sum_ptr, argmax_ptr, vocab, start, logit_scale, softcap,
@@ -348,7 +357,10 @@ def row_stats_kernel(
         tl.store(argmax_ptr + row, best.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride", "start", "total"])
+@triton.jit(
+    do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride", "start", "total"],
+    do_not_specialize_on_alignment=ONE_ELEMENT,
+)
 def row_grad_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr, lse_ptr, lse_stride,
@@ -390,7 +402,7 @@ def row_grad_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=ONE_ELEMENT)
 def scale_kernel(ptr, row_stride, stride, factor_ptr, rows, columns, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply a matrix by a 0-D factor, in fp32, rounded once; a few persistent programs that end at once if it is 1."""
     factor = tl.load(factor_ptr).to(tl.float32)
