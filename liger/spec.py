@@ -230,7 +230,7 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
     weighted_sum = None
     if inputs.options.label_smoothing:
         w = inputs.class_weight
-        weighted_sum = shifted.sum(-1) if w is None else shifted @ w
+        weighted_sum = shifted.sum(-1) if w is None else (shifted * w).sum(-1)
     return RowStats(maximum, shifted.exp_().sum(-1), target_logit, weighted_sum, argmax)
 
 

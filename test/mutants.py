@@ -101,7 +101,7 @@ MATHEMATICS = (
 
 AROUND_IT = (
     Mutant("divide the z-loss by D", SPEC, "else _inverse(divisors.z))", "else core)"),
-    Mutant("smooth without class weights", SPEC, "shifted.sum(-1) if w is None else shifted @ w", "shifted.sum(-1)"),
+    Mutant("smooth without class weights", SPEC, "shifted.sum(-1) if w is None else (shifted * w).sum(-1)", "shifted.sum(-1)"),
     Mutant("predict for ignored rows", SPEC, "torch.where(valid, stats.argmax, -1)", "stats.argmax"),
     Mutant(
         "let a wrong target read class 0",

@@ -26,7 +26,7 @@ def leaking(call, kernels):
 autograd.losses = leaking
 torch._dynamo.config.recompile_limit = 1000
 torch._dynamo.config.automatic_dynamic_shapes = False
-sys.exit(soak.main(["--calls", "400", "--device", "cpu"]))
+sys.exit(soak.main(["--calls", "200", "--device", "cpu"]))
 """
 
 
@@ -37,10 +37,10 @@ def run(*command):
 
 def test_nothing_grows(tmp_path):
     out = tmp_path / "soak.csv"
-    done = run("test/soak.py", "--calls", "1400", "--device", "cpu", "--out", str(out))
+    done = run("test/soak.py", "--calls", "1000", "--device", "cpu", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = list(csv.DictReader(out.read_text("utf-8").splitlines()))
-    assert [int(line["calls"]) for line in lines] == [70 * i for i in range(1, 21)]
+    assert [int(line["calls"]) for line in lines] == [50 * i for i in range(1, 21)]
     assert int(lines[-1]["graphs"]) > 2
     assert int(lines[-1]["resident"]) > 1 << 20
 
