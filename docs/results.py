@@ -785,6 +785,75 @@ def _noted(name: str) -> str:
     return table(rows[0], (row.values() for row in rows))
 
 
+WATCHED = {
+    "allocated": "bytes of the GPU in tensors and workspaces",
+    "reserved": "bytes of the GPU that torch's allocator holds",
+    "resident": "bytes of the process in memory",
+    "blocks": "blocks of Python's allocator",
+    "tensors": "tensors made since the warm-up",
+    "threads": "threads",
+    "triton": "Triton's compiled kernels and the keys that lead to them",
+    "cutedsl": "CuTe DSL's compiled kernels and their places on the GPU",
+    "graphs": "graphs traced by Dynamo",
+}
+
+
+def soak() -> str:
+    """What test/soak.py watched, when its warm-up ended and at its end."""
+    rows = _noted_if_there("soak_h200")
+    if not rows:
+        return NOTHING
+    last = rows[-1]
+    warm = [row for row in rows if 4 * int(row["calls"]) <= int(last["calls"])][-1]
+    head = ("", f"after {warm['calls']} calls", f"after {last['calls']} calls")
+    return f"*{_where(last)}*\n\n" + table(head, ((what, warm[name], last[name]) for name, what in WATCHED.items()))
+
+
+def sanitizer() -> str:
+    """What compute-sanitizer's tools found, a line for each that ran."""
+    rows = _noted_if_there("sanitizer_h200")
+    if not rows:
+        return NOTHING
+    head = ("tool", "tests passed", "failed", "errors in this package's kernels", "in others", "which")
+    names = ("tool", "passed", "failed", "errors", "errors_elsewhere", "elsewhere")
+    on = f"*compute-sanitizer {rows[0]['version']}, {_where(rows[0])}*\n\n"
+    return on + table(head, ([row[name] for name in names] for row in rows))
+
+
+def batch_rows() -> str:
+    """For each backend and shape, in how many of the rows the loss and the gradient are those of the larger batch."""
+    rows = _noted_if_there("batch_rows_h200")
+    if not rows:
+        return NOTHING
+    sizes = sorted({int(row["rows"]) for row in rows})
+    cells: dict[tuple[str, str, str], dict[int, str]] = {}
+    for row in rows:
+        shape = row["vocab"] if row["hidden"] == "0" else f"{row['hidden']} × {row['vocab']}"
+        cells.setdefault((row["op"], row["backend"], shape), {})[int(row["rows"])] = _equal(row)
+    head = ("op", "backend", "(hidden ×) vocabulary", *(f"{size} of {rows[0]['of']} rows" for size in sizes))
+    lines = ((f"`{op}`", backend, shape, *(of.get(n, "") for n in sizes)) for (op, backend, shape), of in cells.items())
+    return f"*{_where(rows[0])}*\n\n" + table(head, lines)
+
+
+def _equal(row: Row) -> str:
+    """"all", or how many losses and gradients are equal and how far the others are off."""
+    losses, gradients, rows = (row[name] for name in ("equal_losses", "equal_gradients", "rows"))
+    if losses == gradients == rows:
+        return "all"
+    off, off_gradient = (float(row[f"largest_{what}_difference"]) for what in ("loss", "gradient"))
+    return f"{losses} losses ({off:.1e}), {gradients} gradients ({off_gradient:.1e})"
+
+
+def _noted_if_there(name: str) -> list[Row]:
+    path = NOTED / f"{name}.csv"
+    return read(path) if path.exists() else []
+
+
+def _where(row: Row) -> str:
+    packages = (f"{name} {row[name]}" for name in ("torch", "triton", "nvidia-cutlass-dsl") if row.get(name))
+    return ", ".join((row["gpu"] or "CPU", *packages, row["date"])) + "."
+
+
 SWEEPS = {
     "tune_rows_h200": (
         "python -m benchmark.tune_rows",

@@ -132,7 +132,7 @@ def liger_fused_linear_cross_entropy(
         return_predicted_tokens: also return the arg max.
         accum_dtype: dtype in which `weight`'s gradient is summed over chunks: its own, or fp32; None lets the plan choose.
         use_token_scaling: scale each row by the detached probability of its target.
-        chunk_size: rows of logits that exist at once; None lets the plan choose.
+        chunk_size: rows of logits that exist at once; None lets the plan choose, and take fewer where memory runs out.
         vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
         backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
 
@@ -143,6 +143,7 @@ def liger_fused_linear_cross_entropy(
     Raises:
         ValueError: an argument is out of range; the message names it, what was given and what is allowed.
         UnsupportedError: no backend can serve the call.
+        torch.OutOfMemoryError: not even smaller chunks fit; the message says how many bytes are needed, and for what.
 
     Example:
         >>> hidden, head = torch.randn(8, 64, requires_grad=True), torch.randn(32000, 64, requires_grad=True)

@@ -329,7 +329,20 @@ SPLIT_VOCABULARY = tuple(
         ("sum FSDP's gradients", "liger/integrations/fsdp.py", "gradient / ranks)", "gradient)"),
     )
 )
-MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY
+ENDURANCE = (
+    *(
+        Mutant(*broken, subjects=("memory",))
+        for broken in (
+            ("keep what a failed run allocated", LINEAR, "failure.__traceback__ = None", "pass"),
+            ("try plans that need more", LINEAR, "if _needed(call, found, gradients) <", "if 0 <"),
+            ("take fewer rows than the caller asked for", LINEAR, "call.options.chunk_size is not None or agreed", "agreed"),
+            ("let each rank choose its chunks", LINEAR, "split is not None and split.ranks > 1", "False"),
+            ("say less than is needed", LINEAR, "kept = self.input_bytes * input + ", "kept = "),
+        )
+    ),
+    Mutant("smooth all rows in one product", SPEC, "(shifted * w).sum(-1)", "shifted @ w", subjects=("isolation",)),
+)
+MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY + ENDURANCE
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import gc
 import re
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,8 @@ def sizes(shape, *, weight=True, chunk_size=None, ranks=1):
     n, vocab, hidden = shape
     x, head = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (n, vocab))
     options = CrossEntropyOptions(chunk_size=chunk_size)
+    if ranks > 1:
+        object.__setattr__(options, "vocab_parallel", SimpleNamespace(ranks=ranks, vocab_size=vocab))
     recipe = Recipe(options, Needs(True, weight, False), x.dtype, torch.float32, False, None)
     call = Call(x, torch.empty(n, dtype=torch.int64, device="meta"), head, None, None, recipe)
     plan, found = linear.plan_for(call), []
@@ -213,6 +216,7 @@ def sizes(shape, *, weight=True, chunk_size=None, ranks=1):
         # The sum is in fp32 anyway; below 1024 rows returning it in bf16 needs more than the logits.
         ((65536, 151936, 1024), {}, [4096, 2048, 1024]),
         ((100, 128256, 4096), {}, [100]),
+        ((8192, 128256, 4096), {"ranks": 2}, [6144]),  # all ranks make the same chunks
     ],
 )
 def test_only_plans_that_need_less_are_tried(shape, options, tried):
