@@ -36,7 +36,7 @@ CHECKPOINTS = 5
 """In each of these parts."""
 ROWS, LATER_ROWS = (2, 3, 16, 17, 33, 64), tuple(range(2, 65))
 """Numbers of rows in the warm-up, and after it: an N that nobody has seen compiles nothing."""
-VOCABS, HIDDEN = {"cuda": (1000, 1024), "cpu": (40,)}, 32
+VOCAB, HIDDEN = {"cuda": 1000, "cpu": 40}, 32
 BIG, BIG_EVERY = {"cuda": (2048, 8192, 256), "cpu": (256, 2048, 64)}, 200
 """(N, V, H) of every so-manieth call."""
 RETAINED = 8
@@ -85,29 +85,27 @@ class Combination(NamedTuple):
 
     row: Implementation
     profile: Profile
-    vocab: int
     reduction: str
     use: str
 
 
 def combinations(device: torch.device) -> list[Combination]:
     """Those that the machine's rows admit; none on an interpreter, which compiles nothing and takes long."""
-    found, vocabs = [], VOCABS[device.type]
+    found = []
     for op in OPS:
         for row in table(op, device_info(device)):
             interpreted = device.type == "cpu" and row.capability.interpreter is not None
             for profile in PROFILES:
-                shape = (16, vocabs[0], HIDDEN)[: 3 - (op == OPS[0])]
+                shape = (16, VOCAB[device.type], HIDDEN)[: 3 - (op == OPS[0])]
                 if interpreted or row.reasons(Request(op, device_info(device), profile.dtype, shape, ())):
                     continue
-                for vocab, reduction, use in itertools.product(vocabs, ("mean", "sum", "none"), USES):
+                for reduction, use in itertools.product(("mean", "sum", "none"), USES):
                     # One compiled module for a row and a reduction: its options are its own.
-                    ours = profile is PROFILES[0] and vocab == vocabs[0] and reduction != "sum"
-                    compiles = use != "compiled" or ours
+                    compiles = use != "compiled" or (profile is PROFILES[0] and reduction != "sum")
                     in_place = use != "in_place" or "in_place" in row.capability.options
                     sliced = use != "slices" or reduction == "none"
                     if compiles and in_place and sliced:
-                        found.append(Combination(row, profile, vocab, reduction, use))
+                        found.append(Combination(row, profile, reduction, use))
     return found
 
 
@@ -120,12 +118,12 @@ class Soak:
         self.pool: dict[tuple[Any, ...], Inputs] = {}
         self.modules: dict[tuple[str, str, str], Any] = {}
         self.known: dict[Combination, list[torch.Tensor]] = {}
-        self.big = BIG[device.type]
+        self.vocab, self.big = VOCAB[device.type], BIG[device.type]
 
     def fill_pool(self, every: list[Combination]) -> None:
         """Tensors made later would look like a leak."""
         for chosen in every:
-            self.inputs(chosen, LATER_ROWS[-1], chosen.vocab, HIDDEN)
+            self.inputs(chosen, LATER_ROWS[-1], self.vocab, HIDDEN)
             self.inputs(chosen, *self.big)
 
     def inputs(self, chosen: Combination, rows: int, vocab: int, hidden: int) -> Inputs:
@@ -174,7 +172,7 @@ class Soak:
 
     def use(self, chosen: Combination, rows: int, vocab: int | None = None, hidden: int = HIDDEN) -> None:
         """One call, and what becomes of its graph."""
-        inputs, options = self.inputs(chosen, rows, vocab or chosen.vocab, hidden), self.options(chosen, rows)
+        inputs, options = self.inputs(chosen, rows, vocab or self.vocab, hidden), self.options(chosen, rows)
         if chosen.use == "invalid":
             self.refuse(chosen, inputs, options)
             return
@@ -226,7 +224,7 @@ class Soak:
 
     def same_as_before(self, chosen: Combination) -> None:
         """A row's first combination gives bit for bit what it gave at first."""
-        leaves = self.inputs(chosen, LATER_ROWS[-1], chosen.vocab, HIDDEN).leaves()
+        leaves = self.inputs(chosen, LATER_ROWS[-1], self.vocab, HIDDEN).leaves()
         loss = self.call(chosen, leaves, {"backend": chosen.row.backend})
         loss.backward()
         got = [loss.detach(), leaves.input.grad]
@@ -343,7 +341,7 @@ def run(calls: int, device: torch.device, seed: int) -> Iterator[Sample]:
     """
     every, soak = combinations(device), Soak(device, seed)
     first = {chosen.row: chosen for chosen in reversed(every) if chosen.reduction == "mean"}
-    bigs = [chosen for chosen in every if chosen.use == "backward" and chosen.vocab == every[0].vocab]
+    bigs = [c for c in every if c.use == "backward" and c.profile is PROFILES[0] and c.reduction != "sum"]
     warm_up, part = calls // SHARE, calls // (SHARE * CHECKPOINTS)
     waiting = list(every)
     if len(waiting) + warm_up // BIG_EVERY > warm_up:

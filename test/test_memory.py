@@ -127,10 +127,8 @@ def test_what_does_not_fit_is_said_in_bytes(flce, small_steps, chunk_size, rows,
     inputs = fp32_inputs(flce, ignored=0.0)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         outcome_within((rows - 1) * ROW_BYTES, flce, inputs, reduction=reduction, chunk_size=chunk_size)
-    parts = [rows * ROW_BYTES]
-    if reduction == "mean" or rows > 4:  # forward of "none" needs no more than the logits
-        parts += [] if reduction == "none" else [ROWS * H * 4, V * H * 4]
-    assert said(raised.value) == (rows, parts)
+    gradients = [ROWS * H * 4, V * H * 4] if reduction == "mean" else []  # those of "none" are made in backward
+    assert said(raised.value) == (rows, [rows * ROW_BYTES, *gradients])
     assert ("chunk_size" in str(raised.value)) == (chunk_size is not None)
 
 
@@ -227,7 +225,7 @@ def test_only_plans_that_need_less_are_tried(shape, options, tried):
 
 LARGE = (8192, 128256, 4096)
 GIB, MIB = 1 << 30, 1 << 20
-BESIDE = 128 * MIB
+BESIDE = 192 * MIB
 """For what a plan does not count: the row kernels' temporaries, numbers per row, and the allocator's blocks of 20 MiB."""
 
 
@@ -254,7 +252,7 @@ def large_inputs(subject):
 
 
 def outcome_and_rows(flce, inputs, **options):
-    """(outcome, rows a chunk in the pass that ran through)"""
+    """(outcome, rows a chunk in each pass that ran through)"""
     leaves, project, rows = inputs.leaves(*options.pop("frozen", ())), linear.project, []
 
     def watched(call, plan, *rest):
@@ -264,7 +262,7 @@ def outcome_and_rows(flce, inputs, **options):
     size = options.pop("free")
     with pytest.MonkeyPatch.context() as patch, free(size):
         patch.setattr(linear, "project", watched)
-        return collect(flce(leaves, **options), leaves), rows[-1]
+        return collect(flce(leaves, **options), leaves), rows
 
 
 @pytest.mark.gpu
@@ -273,8 +271,11 @@ def outcome_and_rows(flce, inputs, **options):
 def test_a_frozen_head_on_a_nearly_full_gpu(flce, size, reduction):
     inputs = large_inputs(flce)
     got, rows = outcome_and_rows(flce, inputs, free=size, frozen=("weight",), reduction=reduction)
-    assert rows == 3072 if size == GIB else rows < 2048
-    assert same(got, flce.outcome(inputs, frozen=("weight",), reduction=reduction, chunk_size=rows))
+    assert rows[-1] == 3072 if size == GIB else rows[-1] < 2048
+    with torch.no_grad():  # forward of "none" keeps no gradient, and may take more rows than backward
+        assert torch.equal(got.output.loss, flce(inputs, reduction=reduction, chunk_size=rows[0]))
+    if len(set(rows)) == 1:
+        assert same(got, flce.outcome(inputs, frozen=("weight",), reduction=reduction, chunk_size=rows[0]))
 
 
 @pytest.mark.gpu
@@ -295,8 +296,8 @@ def test_a_trained_head_on_a_nearly_full_gpu(flce):
     with pytest.raises(torch.OutOfMemoryError):
         outcome_and_rows(flce, inputs, free=total - 64 * MIB)
     got, rows = outcome_and_rows(flce, inputs, free=total + BESIDE)
-    assert rows == 2048
-    assert same(got, flce.outcome(inputs, chunk_size=rows))
+    assert rows == [2048]
+    assert same(got, flce.outcome(inputs, chunk_size=2048))
     flce.check(flce.inputs(8, 64))
 
 
