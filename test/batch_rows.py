@@ -67,7 +67,7 @@ def lines(device: torch.device, dtype: torch.dtype) -> Iterator[Line]:
     for op in OPS:
         for n, vocab, hidden in SHAPES[device.type]:
             inputs = make_inputs(n, vocab, hidden if op == OPS[1] else None, dtype=dtype, device=device, ignored=0.0)
-            for row in table(op, device_info(device)):
+            for row in table(op):
                 request = Request(op, device_info(device), dtype, (n, vocab, hidden)[: 2 + (op == OPS[1])], ())
                 if row.reasons(request) or (device.type == "cpu" and row.capability.interpreter):
                     continue

@@ -93,7 +93,7 @@ def combinations(device: torch.device) -> list[Combination]:
     """Those that the machine's rows admit; none on an interpreter, which compiles nothing and takes long."""
     found = []
     for op in OPS:
-        for row in table(op, device_info(device)):
+        for row in table(op):
             interpreted = device.type == "cpu" and row.capability.interpreter is not None
             for profile in PROFILES:
                 shape = (16, VOCAB[device.type], HIDDEN)[: 3 - (op == OPS[0])]
