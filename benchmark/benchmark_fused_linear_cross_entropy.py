@@ -1,6 +1,6 @@
 """Fused linear cross entropy: time, memory and error of every implementation, against bare GEMMs of the same run.
 
-    python -m benchmark.benchmark_fused_linear_cross_entropy [--show] [--errors] [--checks]
+    python -m benchmark.benchmark_fused_linear_cross_entropy [--show [SET ...]] [--errors] [--checks]
 
 Hidden states are normal, heads normal over the root of H, the ignored rows spread over the batch. Time: forward and
 backward, all providers in turn, L2 flushed before each, medians; the gradients of one run are gone before the next.
@@ -8,7 +8,8 @@ The floor is timed in the same rounds: the products that the labelled rows need,
 `--frozen-head`, one with `--no-grad`; for `--reduction none`, whose backward projects again, one more).
 
 `--chunk-size` compares chunk sizes of ours with the plan's. `--errors` sets gradients against float64 at a size where
-that fits. `--checks` tests what skipping ignored rows must not change. `--show` does all that is claimed in one run.
+that fits. `--checks` tests what skipping ignored rows must not change. `--show` does all that is claimed in one run, or
+those sets of it that are named.
 """
 
 from __future__ import annotations
@@ -570,8 +571,8 @@ def show_jobs(backend: str) -> list[Job]:
 
 def jobs(arguments: argparse.Namespace) -> list[Job]:
     """What the command line asks for."""
-    if arguments.show:
-        return show_jobs(arguments.backend)
+    if arguments.show is not None:
+        return [job for job in show_jobs(arguments.backend) if not arguments.show or job.name in arguments.show]
     known = linear_cross_entropy_providers()
     sweep = [chunked_provider(arguments.backend, size) for size in arguments.chunk_size]
     named = arguments.providers or ([f"liger_{arguments.backend}"] if sweep else None)
@@ -605,7 +606,9 @@ def parser() -> argparse.ArgumentParser:
     known = linear_cross_entropy_providers()
     prog, summary = "python -m benchmark.benchmark_fused_linear_cross_entropy", (__doc__ or "").splitlines()[0]
     top = argparse.ArgumentParser(prog=prog, description=summary)
-    top.add_argument("--show", action="store_true", help="everything that is claimed; the choice of cases is its own")
+    sets = [job.name for job in show_jobs("torch")]
+    claimed = f"what is claimed, all of it or sets of {', '.join(map(repr, sets))}; the choice of cases is its own"
+    top.add_argument("--show", nargs="*", choices=sets, metavar="SET", help=claimed)
     shapes = f"HxV or one of {', '.join(NAMED)}; default: {' '.join(USUAL_SHAPES)}"
     usual = [NAMED[name] for name in USUAL_SHAPES]
     top.add_argument("--shapes", nargs="+", type=_shape, default=usual, metavar="SHAPE", help=shapes)
@@ -643,13 +646,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     device, dtype = arguments.device, getattr(torch, arguments.dtype)
     report = Report(arguments.out, device, arguments.budget_s, resume=not arguments.fresh)
     found = [Results(job) for job in jobs(arguments)]
-    with_errors = arguments.errors or arguments.show
+    everything = arguments.show == []
+    with_errors = arguments.errors or everything
     report.expect("fused linear cross entropy", with_errors + sum(results.job.units for results in found))
     print(describe(device), flush=True)
     errors: list[tuple[str, ...]] = []
     checks: list[tuple[str, ...]] = []
     try:
-        if arguments.checks or arguments.show:
+        if arguments.checks or everything:
             case = Case(found[-1].job.shapes[0], arguments.bt[0], 0.0, dtype, device)
             checks = Checks(case, arguments.backend).all()
             report.say(f"checks on {case}: {', '.join(verdict for _, verdict, _ in checks)}")
