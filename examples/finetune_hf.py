@@ -219,7 +219,7 @@ def table(plain: Run, fused: Run) -> str:
     shown = sorted({0, *range(0, len(plain.losses), max(1, len(plain.losses) // 8)), len(plain.losses) - 1})
     lines = [f"{'step':>6}  {'unfused loss':>14}  {'fused loss':>14}"]
     lines += [f"{i + 1:>6}  {plain.losses[i]:>14.6f}  {fused.losses[i]:>14.6f}" for i in shown]
-    off = max(abs(a - b) / abs(a) for a, b in zip(plain.losses, fused.losses, strict=True))
+    off = max(abs(a - b) for a, b in zip(plain.losses, fused.losses, strict=True)) / max(map(abs, plain.losses))
     lines += [f"largest difference: {off:.1e} of the loss; the patch says: {fused.status}"]
     lines += [f"forward and backward: {plain.step_ms:.0f} ms unfused, {fused.step_ms:.0f} ms fused"]
     if plain.peak_bytes is not None and fused.peak_bytes is not None:

@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
     """One line per error: the usage, which has a flag per option, would bury it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -163,7 +163,10 @@ def _device(text: str) -> DeviceInfo:
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device: cpu, xpu, rocm, cuda:9.0, cuda:0, ...") from error
     if device.type != "cuda":
-        return DeviceInfo(device.type)
+        try:
+            return DeviceInfo(device.type)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
         raise argparse.ArgumentTypeError(
@@ -330,9 +333,11 @@ def _wrapped(name: str, width: int, text: str, indent: int) -> str:
 
 
 def _availability(reasons: dict[str, list[str]]) -> str:
-    """For which dtypes a row is available, and every reason against the others, once."""
+    """For which dtypes a row is available, and every reason against the others, once; what holds for all says enough."""
     good = [name for name, why in reasons.items() if not why]
-    against = "; ".join(dict.fromkeys(reason for why in reasons.values() for reason in why))
+    each = dict.fromkeys(reason for why in reasons.values() for reason in why)
+    always = [reason for reason in each if all(reason in why for why in reasons.values())]
+    against = "; ".join(always or each)
     if not against:
         return "available"
     return f"available for {', '.join(good)}; otherwise no: {against}" if good else f"no: {against}"
@@ -418,6 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         answer = explain(asked.pop("op"), **asked)
     except ValueError as error:
+        command_line.prog += f" {command}"
         command_line.error(str(error))
     print(json.dumps(explanation_json(answer), indent=2) if as_json else answer)
     return 0

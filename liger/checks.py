@@ -157,7 +157,8 @@ def check_num_items(num_items: Any, options: CrossEntropyOptions) -> None:
     shape, dtype = tuple(num_items.shape), num_items.dtype
     if num_items.numel() != 1 or dtype not in FLOATING_DTYPES + INTEGER_DTYPES or num_items.is_meta:
         raise ValueError(
-            f"num_items must be None, {allowed}, got {dtype_name(dtype)} of shape {shape} on {num_items.device}"
+            f"num_items must be None, {allowed} that holds a value, got {dtype_name(dtype)} of shape {shape} "
+            f"on {num_items.device}"
         )
     if (num_items.requires_grad and torch.is_grad_enabled()) or _has_tangent(num_items):
         raise ValueError("num_items is differentiated, but gets no derivative: pass num_items.detach()")
@@ -216,5 +217,5 @@ def check_target_values(target: Tensor, vocab: int, ignore_index: int) -> None:
         where = "".join(f"[{i}]" for i in position)
         raise ValueError(
             f"target{where} is {target[position].item()}, outside [0, {vocab}) and not ignore_index={ignore_index}; "
-            f"{wrong.sum().item()} such targets"
+            f"{int(wrong.sum())} of {wrong.numel()} targets are"
         )

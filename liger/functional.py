@@ -227,7 +227,7 @@ def explain(
     split = options.pop("vocab_parallel", None)
     ranks = split.ranks if isinstance(split, VocabParallel) else split
     if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise ValueError(f"vocab_parallel must be None, a VocabParallel or a number of ranks, got {split!r}")
+        raise ValueError(f"vocab_parallel must be None, a VocabParallel or a number of ranks >= 1, got {split!r}")
     facts: tuple[tuple[str, Any], ...] = tuple((name, True) for name, value in given.items() if value)
     facts += () if ranks is None else (("vocab_parallel", ranks),)
     known = CrossEntropyOptions.__dataclass_fields__

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_class_weight
+from .dispatch.registry import check_backend
 from .options import CrossEntropyOptions, CrossEntropyOutput, Reduction
 from .run import run
 from .vocab_parallel import VocabParallel
@@ -54,6 +55,7 @@ class LigerCrossEntropyLoss(_Loss):
         super().__init__()
         check_class_weight("weight", weight)
         self.register_buffer("weight", weight)
+        check_backend(backend)
         self.backend = backend
         self.options = CrossEntropyOptions(
             ignore_index=ignore_index,
@@ -116,6 +118,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
         super().__init__()
         check_class_weight("ce_weight", ce_weight)
         self.register_buffer("ce_weight", ce_weight)
+        check_backend(backend)
         self.backend = backend
         self.options = CrossEntropyOptions(
             ignore_index=ignore_index,

@@ -228,7 +228,8 @@ def _checked(told: list[tuple[Any, ...]], own: tuple[Any, ...], group: dist.Proc
     size = own[2]
     for start, stop, vocab_size, *flags in told:
         require(_is_size(vocab_size) and vocab_size >= 1, "vocab_size", vocab_size, "an int >= 1")
-        require(all(isinstance(flag, bool) for flag in flags), "sequence_parallel, reduce_input_grad", flags, "True or False")
+        for name, flag in zip(("sequence_parallel", "reduce_input_grad"), flags, strict=True):
+            require(isinstance(flag, bool), name, flag, "True or False")
         require(_is_size(start), "start", start, "an int >= 0")
         require(_is_size(stop) and stop >= start, "stop", stop, f"an int >= start = {start}")
         require((vocab_size, *flags) == own[2:], "vocab_size and the flags", (vocab_size, *flags), f"{own[2:]} on every rank")

@@ -251,7 +251,7 @@ def test_flags_are_the_options_of_a_call(run, op, option):
     if option in set().union(*GIVEN_TENSORS.values()) - set(tensors):
         status, _, err = run(*arguments)
         assert (status, err.count("\n")) == (2, 1)
-        assert err.endswith(f"{', '.join(tensors)}, got {option} (see --help)\n")
+        assert err.endswith(f"{', '.join(tensors)}, got {option} (see python -m liger explain --help)\n")
         return
     shown = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     assert json.loads(answer(run, *arguments))["options"] == {option: shown}
@@ -332,7 +332,7 @@ def test_help(run, arguments):
 
 @pytest.mark.parametrize(
     ("shape", "status", "out", "err"),
-    [("8x16x4", 0, "  plan: ", ""), ("8x16", 2, "", "python -m liger: error: shape must be (N, V, H)")],
+    [("8x16x4", 0, "  plan: ", ""), ("8x16", 2, "", "python -m liger explain: error: shape must be (N, V, H)")],
 )
 def test_as_a_module(shape, status, out, err):
     """In a process of its own, from another directory."""

@@ -7,6 +7,7 @@ needs a GPU, nor the packages.
 import dataclasses
 import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -301,6 +302,13 @@ def test_the_tensors_device_is_asked_not_the_current_one(monkeypatch):
     for index in (0, 1, 0):
         found = liger.dispatch.device_info(torch.device("cuda", index))
         assert found == DeviceInfo("cuda", (8 + index, 0))
+
+
+@pytest.mark.parametrize("kind", [3, None, "", "cuda:0", "meta"])
+def test_a_device_holds_values(kind):
+    message = f"type must be a kind of device that holds values, .*, got {re.escape(repr(kind))}$"
+    with pytest.raises(ValueError, match=message):
+        DeviceInfo(kind)
 
 
 def test_rule_is_one_more_reason():

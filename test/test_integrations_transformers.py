@@ -304,6 +304,17 @@ def test_a_backend_by_name(llama):
         assert step(llama, batch(llama)).output.logits is None
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*, got 'cuda'"):
         patch(llama, backend="cuda")
+    with pytest.raises(ValueError, match=r"evaluate must be True or False, got 'yes'"):
+        patch(llama, evaluate="yes")
+
+
+def test_a_patch_tells_what_it_did(llama):
+    with patch(llama) as handle:
+        assert str(report(llama)) == "fused\n  fused: none so far"
+        step(llama, batch(llama))
+        assert str(report(llama)) == "fused\n  fused: 1"
+        assert repr(handle) == "<patch of LlamaForCausalLM, 1 losses fused so far>"
+    assert repr(handle) == "<removed patch of LlamaForCausalLM, 1 losses fused so far>"
 
 
 # What may have been done to a head.

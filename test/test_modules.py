@@ -387,6 +387,14 @@ def test_constructor_refuses_bad_values(name, value):
             module(**{name: value})
 
 
+@pytest.mark.parametrize("module", OPTIONS)
+@pytest.mark.parametrize("backend", ["trition", 5, ("torch",)])
+def test_E12_constructor_refuses_a_backend_that_nobody_knows(module, backend):
+    message = re.escape(f"backend must be one of auto, cutedsl, triton, torch, got {backend!r}")
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        module(backend=backend)
+
+
 @REFUSED
 def test_functions_refuse_bad_values_before_anything_is_computed(tensors, name, value):
     broken = {**tensors, "logits": None, "x": None, "head": None}  # would raise otherwise

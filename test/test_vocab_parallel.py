@@ -625,6 +625,7 @@ def build_bounds(rank, **arguments):
     ("build", "arguments", "message"),
     [
         (build_even, {"vocab_size": "5"}, "vocab_size must be an int >= 1, got '5'"),
+        (build_even, {"vocab_size": 5, "reduce_input_grad": 3}, "reduce_input_grad must be True or False, got 3"),
         (build_even, {"vocab_size": -1}, "vocab_size must be an int >= 1, got -1"),
         (build_even, {"vocab_size": 5, "padded_size": 4}, "padded_size must be None or an int >= 5, got 4"),
         (build_bounds, {"bounds": 5}, "bounds must be a tuple of (start, stop) for each rank, got 5"),

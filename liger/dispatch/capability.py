@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -33,7 +33,9 @@ class DeviceInfo:
     """NVIDIA compute capability, such as (9, 0); None elsewhere."""
 
     def __post_init__(self) -> None:
-        version: object = self.capability
+        kind, version = cast("object", self.type), cast("object", self.capability)
+        if not (isinstance(kind, str) and kind.isidentifier() and kind != "meta"):
+            raise ValueError(f"type must be a kind of device that holds values, such as 'cuda' or 'cpu', got {kind!r}")
         if version is not None and not (isinstance(version, tuple) and [type(part) for part in version] == [int, int]):
             raise ValueError(f"capability must be None or a tuple of two ints such as (9, 0), got {version!r}")
 

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from ..checks import INTEGER_DTYPES
 from ..context import on_host
 from ..dispatch.registry import check_backend
+from ..errors import require
 from ..options import FLOATING_DTYPES, is_real
 from .deferred import THERE, DeferredLogits, Tally, defer, replaced
 
@@ -57,7 +58,8 @@ class Report:
     """Why logits were made in a forward pass with labels, and how often so far."""
 
     def __str__(self) -> str:
-        lines = [self.status if self.reason is None else f"{self.status}: {self.reason}", f"  fused: {self.fused}"]
+        lines = [self.status if self.reason is None else f"{self.status}: {self.reason}"]
+        lines += [f"  fused: {self.fused or 'none so far'}"]
         lines += [f"  materialised: {count} ({reason})" for reason, count in self.materialised.items()]
         return "\n".join(lines)
 
@@ -82,6 +84,10 @@ class Handle:
         while self._undo:
             self._undo.pop()()
 
+    def __repr__(self) -> str:
+        state = "patch" if self._active else "removed patch"
+        return f"<{state} of {type(self.model).__name__}, {self.tally.fused} losses fused so far>"
+
     def __enter__(self) -> Handle:
         return self
 
@@ -102,13 +108,15 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
         A `Handle`; `handle.remove()`, or leaving it as a context, undoes the patch.
 
     Raises:
-        ValueError: the model has no single output head or no loss function, is patched already, or the backend is not known.
+        ValueError: the model has no single output head or no loss function, or is patched already; or another argument is
+            not what is allowed.
 
     Example:
         >>> with patch(model):
         ...     Trainer(model, arguments, train_dataset=dataset).train()
     """
     check_backend(backend)
+    require(isinstance(evaluate, bool), "evaluate", evaluate, "True or False")
     model = _unwrapped(model)
     if _handle_of(model) is not None:
         raise ValueError("model must not be patched already: call remove() of its handle first")
