@@ -100,8 +100,10 @@ class Package:
         versions = (installed_version(name) for name in (self.name, *self.aliases))
         version = next((version for version in versions if version is not None), None)
         window = f"{_dotted(self.minimum)} <= version < {_dotted(self.below)}"
-        if version is None or not _has_module(self.module):
+        if version is None:
             return f"package {self.name} is not installed (needs {window})"
+        if not _has_module(self.module):
+            return f"package {self.name} {version} is installed, but its module {self.module} is not found"
         if not self.minimum <= _release(version) < self.below:
             return f"package {self.name} {version} is outside its window ({window})"
         found = ((part, installed_version(part)) for part in self.parts)
