@@ -56,6 +56,8 @@ class Environment:
     name: str
     extra: str = ""
     packages: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    """Packages that go in whatever others want."""
     over: str = ""
     """The environment it lies over; torch alone if empty."""
     files: tuple[tuple[str, str], ...] = ()
@@ -93,7 +95,7 @@ def raising(error: str) -> Environment:
 
 def triton(version: str) -> Environment:
     """Triton's kernels by that version, interpreted and compiled."""
-    return Environment(f"triton {version}", packages=(f"triton=={version}", "numpy"), triton="", tests=TRITON_TESTS)
+    return Environment(f"triton {version}", packages=("numpy",), beside=(f"triton=={version}",), triton="", tests=TRITON_TESTS)
 
 
 def transformers(version: str) -> Environment:
@@ -316,6 +318,12 @@ class Maker:
             (place / "installed").touch()
         return place
 
+    def compiles(self) -> str:
+        """Whether this Python takes the sources, where it has no torch to run them with."""
+        code = "import pathlib, sys\nfor p in pathlib.Path(sys.argv[1]).rglob('*.py'): compile(p.read_bytes(), str(p), 'exec')"
+        done = subprocess.run([self.python, "-c", code, ROOT / "liger"], capture_output=True, text=True, timeout=SECONDS)
+        return "compile" if done.returncode == 0 else f"do not compile: {done.stderr.strip().splitlines()[-1]}"
+
     @staticmethod
     def allow(report: str, max_wheel_mb: int) -> None:
         """Refuse an install that would download a large file."""
@@ -452,15 +460,15 @@ def matrix(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]
             try:
                 base = maker.torch(torch, options.max_wheel_mb)
             except NotRun as reason:
-                yield line("torch alone", version, torch, {"verdict": f"not run: {reason}"})
+                yield line("torch alone", version, torch, {"verdict": f"not run: {reason}; the sources {maker.compiles()}"})
                 continue
             working = None
             for environment in environments(extras_of(wheel)):
                 if not wanted.search(environment.name) and environment.name != WORKING:
                     continue
-                under = (site_packages(working),) if environment.over and working else ()
+                under = [site_packages(layer) for layer in (working if environment.over else None, base) if layer]
                 try:
-                    place, outcome = one(maker, environment, wheel, base, under)
+                    place, outcome = one(maker, environment, wheel, torch, *under)
                 except NotRun as reason:
                     outcome = {"verdict": f"does not install: {reason}"}
                 else:
@@ -473,20 +481,15 @@ def matrix(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]
 
 
 def one(
-    maker: Maker, environment: Environment, wheel: Path, base: Path, under: tuple[Path, ...]
+    maker: Maker, environment: Environment, wheel: Path, torch: str, *under: Path
 ) -> tuple[Path, dict[str, str]]:
     """Make an environment and judge it."""
-    place = maker.venv("environment-" + re.sub(r"\W+", "-", environment.name).strip("-"), *under, site_packages(base))
+    place = maker.venv("environment-" + re.sub(r"\W+", "-", environment.name).strip("-"), *under)
     if not environment.over:
         extra = f"[{environment.extra}]" if environment.extra else ""
-        # Versions that were asked for by name go beside whatever torch would have them be.
-        names = {re.split(r"\W", name)[0] for name in environment.packages}
-        only = () if names - {"triton", "numpy"} else ("--no-deps",)
-        if environment.packages and only:
-            maker.pip(place, "install", "-q", *only, *environment.packages)
-            maker.pip(place, "install", "-q", *only, wheel)
-        else:
-            maker.pip(place, "install", "-q", f"{wheel}{extra}", *environment.packages)
+        maker.pip(place, "install", "-q", f"{wheel}{extra}", f"torch=={torch}", *environment.packages)
+        if environment.beside:  # torch itself may ask for another version
+            maker.pip(place, "install", "-q", "--no-deps", *environment.beside)
     write(place, environment.files)
     outcome = judge(environment, place)
     if environment.tests:
@@ -517,7 +520,7 @@ def over_this(folder: Path, only: str = "") -> Iterator[dict[str, str]]:
 
 def merged(path: Path, lines: list[dict[str, str]]) -> list[dict[str, str]]:
     """The lines of a file, those that have been made anew replaced; sorted by Python and torch."""
-    old = list(csv.DictReader(path.open(encoding="utf-8"))) if path.is_file() else []
+    old = list(csv.DictReader(path.read_text("utf-8").splitlines())) if path.is_file() else []
     table = {tuple(row[name].split("+")[0] for name in KEY): row for row in (*old, *lines)}
 
     def numbers(row: dict[str, str]) -> tuple[list[int], ...]:
