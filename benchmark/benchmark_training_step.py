@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -323,6 +324,7 @@ def measure_model(
         if not report.due(f"{setup.name} {share:g} %", x_value=share, compiled=arguments.compile, **facts):
             continue
         if model is None:
+            gc.collect()  # the model before, whose parts refer to each other
             try:
                 model = setup.build(report.device, compiled=arguments.compile)
             except Exception as error:  # noqa: BLE001 - a package that is missing, or a GPU that is too small

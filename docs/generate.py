@@ -179,7 +179,7 @@ NEEDS: dict[str, Callable[[Implementation], str]] = {
 def _auto(op: str, device: DeviceInfo) -> str:
     """The first row with no reason against a plain bfloat16 call, were its packages installed."""
     request = Request(op, device, torch.bfloat16, SHAPES[op])
-    for row in table(op, device):
+    for row in table(op):
         if not replace(row.capability, packages=(), interpreter=None).reasons(request):
             return _label(row, table(op))
     return "none"

@@ -23,7 +23,7 @@ THEMES = {"light": "#3a3f45", "dark": "#c9ced6"}
 """Colour of text and axes; the background is the page's."""
 STYLES: dict[str, tuple[str, str, str, str]] = {
     # name in the files: label, colour that is seen on white and on black, marker, line
-    "liger_triton": ("liger", "#2f81f7", "o", "-"),
+    "liger_triton": ("liger, Triton", "#2f81f7", "o", "-"),
     "liger_triton_in_place": ("liger, in place", "#2f81f7", "D", ":"),
     "liger_triton_fp32": ("liger, fp32 sum", "#79b8ff", "p", ":"),
     "liger_triton_small": ("liger, chunks of 512, bf16 sum", "#79b8ff", "d", ":"),

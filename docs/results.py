@@ -351,7 +351,8 @@ def _plain_tables(results: list[Result]) -> list[Table]:
 # The results page.
 
 PROVIDERS = {
-    "liger_triton": "this package",
+    "liger_cutedsl": "this package's CuTe DSL backend",
+    "liger_triton": "this package's Triton backend",
     "liger_triton_in_place": "this package, `in_place=True`",
     "liger_triton_fp32_loss": "this package, `loss_dtype=torch.float32`",
     "liger_triton_fp32": "this package, `accum_dtype=torch.float32`",
@@ -481,7 +482,8 @@ def _of(group: list[Result], metric: str) -> Result | None:
 # Summaries and facts.
 
 FRIENDLY = {
-    "liger_triton": "liger",
+    "liger_cutedsl": "liger, CuTe DSL",
+    "liger_triton": "liger, Triton",
     "liger_triton_in_place": "liger, in place",
     "torch": "torch",
     "torch_compile": "torch.compile",
@@ -573,7 +575,7 @@ def faster_peers() -> str:
     return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
 
 
-DEFAULTS = ("liger_triton", "liger_cutedsl", "liger")
+DEFAULTS = ("liger_cutedsl", "liger_triton", "liger")
 """This package as it comes, where it is measured under either name."""
 
 

@@ -237,7 +237,7 @@ def _cpu_name() -> str:
 def verdicts(op: Op, device: DeviceInfo) -> tuple[tuple[Implementation, dict[str, tuple[str, ...]]], ...]:
     """Every row of the table with, per dtype, the reasons against it, $LIGER_BACKEND or not. Loads what has none."""
     requests = {name: Request(op, device, dtype, SHAPES[op]) for name, dtype in DTYPES.items()}
-    return tuple((row, {name: row.reasons(request) for name, request in requests.items()}) for row in table(op, device))
+    return tuple((row, {name: row.reasons(request) for name, request in requests.items()}) for row in table(op))
 
 
 def machine() -> dict[str, Any]:

@@ -150,7 +150,7 @@ def test_table_names_the_dtypes_where_they_matter(run, monkeypatch):
     monkeypatch.setattr(cli, "device_info", lambda device: DeviceInfo("cuda", (9, 0)))
     text = " ".join(answer(run).split())
     assert "triton available for float16, bfloat16, float32; otherwise no: dtype float64 (supported: bfloat16" in text
-    assert "auto -> triton for float16, bfloat16, float32; torch for float64" in text
+    assert "auto -> cutedsl for float16, bfloat16, float32; torch for float64" in text
 
 
 def test_equal_devices_share_a_table(run, monkeypatch):

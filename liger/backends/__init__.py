@@ -97,10 +97,6 @@ def _cutedsl(op: Op, options: frozenset[str]) -> Implementation:
         backend="cutedsl",
         module="liger.backends.cutedsl",
         capability=capability,
-        # There it is the faster one: on one H200 (2026-11-29) its rows with gradient took 1.07 to 1.08 times a copy at
-        # V = 128256 and beyond, Triton's 1.20 to 1.30; 1.13 against 1.10 at 32000 (docs/data/cutedsl_rows_h200.csv). But all
-        # tests have not been seen to pass on it yet, so that it has to be asked for by name.
-        yields=frozenset({(9, 0)}),
     )
 
 
@@ -119,9 +115,11 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 
 for implementation in (
-    # On SM100 CuTe DSL comes first: a row is held on chip and device memory read once, whatever the L2 does. It is compiled
-    # for (10, 0) and (10, 3), and was not run there. Not SPLIT: a rank's part of a vocabulary may end within a vector, which
-    # no request tells.
+    # CuTe DSL comes first: a row is held on chip and device memory read once, whatever the L2 does. On (9, 0) it measured
+    # faster: forward and backward of a mean took 1.09 times the floor at V = 128256 and 151936, Triton's 1.21 and 1.22; 1.23
+    # against 1.17 at V = 32000; alike for "none" (H200, 2026-11-29, benchmark/data/cross_entropy_h200.csv). It is compiled for
+    # (10, 0) and (10, 3), and was not run there. Not SPLIT: a rank's part of a vocabulary may end within a vector, which no
+    # request tells.
     _cutedsl("cross_entropy", CROSS_ENTROPY),
     _cutedsl("fused_linear_cross_entropy", LINEAR),
     _triton("cross_entropy", CROSS_ENTROPY | SPLIT | {"loss_dtype", "in_place"}),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from .capability import OPS, Capability, DeviceInfo, Op, Request
+from .capability import OPS, Capability, Op, Request
 
 if TYPE_CHECKING:
     from ..backends import RowKernels
@@ -32,8 +32,6 @@ class Implementation:
     module: str
     """Dotted path of a module that provides `liger.backends.RowKernels`; imported when first chosen."""
     capability: Capability
-    yields: frozenset[tuple[int, int]] = frozenset()
-    """NVIDIA compute capabilities on which the next row of the op is preferred to this one."""
     checks_target: bool = False
     """Whether target values are checked before the call (this reads them on the host). Otherwise bad rows become NaN."""
     consumes_saved: bool = True
@@ -162,13 +160,9 @@ def _check_name(argument: str, name: object) -> None:
         raise ValueError(f"{argument} must be None or one of {', '.join(('auto', *backends()))}, got {name!r}")
 
 
-def table(op: Op, device: DeviceInfo | None = None) -> tuple[Implementation, ...]:
-    """The implementations of an op in order of preference, on a device if one is given."""
-    rows = [row for row in _table if row.op == op]
-    for place in range(len(rows) - 2, -1, -1):
-        if device is not None and device.capability in rows[place].yields:
-            rows[place : place + 2] = rows[place + 1], rows[place]
-    return tuple(rows)
+def table(op: Op) -> tuple[Implementation, ...]:
+    """The implementations of an op in order of preference."""
+    return tuple(row for row in _table if row.op == op)
 
 
 def backends() -> tuple[str, ...]:
@@ -232,7 +226,7 @@ def _asked_for(backend: str | None) -> tuple[str, str]:
 
 
 def _candidates(request: Request, name: str) -> tuple[Implementation, ...]:
-    return tuple(row for row in table(request.op, request.device) if name in ("auto", row.backend))
+    return tuple(row for row in table(request.op) if name in ("auto", row.backend))
 
 
 def _absent(op: Op, name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
