@@ -66,7 +66,7 @@ class Environment:
     """Part of the reason against it on a GPU; None: ready if torch brought triton, else missing."""
     cutedsl: str = "package nvidia-cutlass-dsl is not installed"
     interpreter: str | None = None
-    """Part of the reason against triton on the CPU with TRITON_INTERPRET=1; None: as on a GPU."""
+    """Part of the reason against triton on the CPU with TRITON_INTERPRET=1; None: as on a GPU, and NumPy has to be there."""
     tests: tuple[str, ...] = ()
     """What pytest runs there."""
 
@@ -93,9 +93,11 @@ def raising(error: str) -> Environment:
     return Environment(f"triton and cutlass raise {error}", over=WORKING, files=files, triton=said, cutedsl=said)
 
 
-def triton(version: str) -> Environment:
+def triton(version: str, numpy: str = "numpy", interpreter: str = "") -> Environment:
     """Triton's kernels by that version, interpreted and compiled."""
-    return Environment(f"triton {version}", packages=("numpy",), beside=(f"triton=={version}",), triton="", tests=TRITON_TESTS)
+    tests, beside = () if interpreter else TRITON_TESTS, (f"triton=={version}",)
+    name = f"triton {version}, {numpy}"
+    return Environment(name, packages=(numpy,), beside=beside, triton="", interpreter=interpreter, tests=tests)
 
 
 def transformers(version: str) -> Environment:
@@ -105,18 +107,22 @@ def transformers(version: str) -> Environment:
 
 
 WORKING = "[triton,cutedsl]"
-NO_NUMPY = "No module named 'numpy'"
-TRITON_TESTS = ("test/test_spec.py", "test/test_triton.py", "-k", "(triton-cpu and equals_torch) or cuda-90 or gfx942")
+NO_NUMPY = "TRITON_INTERPRET=1 needs the package numpy, which is not installed"
+OLD_NUMPY = "numpy<2.4"
+"""Triton's interpreter before 3.7 fails with a newer one."""
+TRITON_TESTS = ("test/test_spec.py", "test/test_triton.py", "-k", "(triton-cpu and equals_torch) or cuda-90")
 TRANSFORMERS_TESTS = ("test/test_integrations_transformers.py", "-k", "llama or Llama")
 EXTRAS = {
-    "triton": Environment("[triton]", extra="triton", triton="", interpreter=NO_NUMPY),
+    "triton": Environment("[triton]", extra="triton", triton=""),
     "cutedsl": Environment("[cutedsl]", extra="cutedsl", cutedsl=""),
     "transformers": Environment("[transformers]", extra="transformers", tests=TRANSFORMERS_TESTS),
     "trl": Environment("[trl]", extra="trl", tests=("test/test_integrations_trl.py",)),
 }
 """Those of which more is expected than that they install and disturb nothing."""
 VERSIONS = (
-    *map(triton, ("3.3.0", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")),
+    *(triton(version, OLD_NUMPY) for version in ("3.3.0", "3.4.0", "3.5.1", "3.6.0")),
+    triton("3.6.0", "numpy>=2.4", interpreter="the interpreter of triton 3.6.0 fails with numpy 2.4"),
+    *map(triton, ("3.7.0", "3.7.1", "3.8.0", "3.9.0")),
     *map(transformers, ("5.0.0", "5.8.0")),
 )
 BROKEN = (
@@ -150,7 +156,7 @@ def environments(extras: Iterable[str]) -> tuple[Environment, ...]:
     return (
         Environment("torch alone"),
         *(EXTRAS.get(extra, Environment(f"[{extra}]", extra=extra)) for extra in extras),
-        Environment(WORKING, extra="triton,cutedsl", triton="", cutedsl="", interpreter=NO_NUMPY),
+        Environment(WORKING, extra="triton,cutedsl", triton="", cutedsl=""),
         *VERSIONS,
         *BROKEN,
     )
@@ -255,6 +261,10 @@ def _command_line(*arguments: str) -> str:
 
 class NotRun(Exception):
     """Why there is no such environment."""
+
+
+class Failed(Exception):
+    """Why an environment does not work."""
 
 
 @dataclass(frozen=True)
@@ -364,14 +374,14 @@ def ask(place: Path, integrations: Iterable[str] = (), *, interpret: bool) -> di
     """`probe` in an environment.
 
     Raises:
-        NotRun: the process failed; with its last words.
+        Failed: the process failed; with its last words.
     """
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("LIGER_", "TRITON_", "PYTHON"))}
     variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if interpret else {})
     command = [place / "bin/python", "-I", "-W", "ignore", __file__, "--probe", *integrations]
     done = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
-        raise NotRun((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
+        raise Failed((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1])
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -382,9 +392,9 @@ def judge(environment: Environment, place: Path) -> dict[str, str]:
     triton = environment.triton
     if triton is None:
         triton = "" if "triton" in told["packages"] else "package triton is not installed"
-    interpreter = triton if environment.interpreter is None else environment.interpreter
-    if environment.interpreter == NO_NUMPY and "numpy" in told["packages"]:
-        interpreter = ""
+    interpreter = environment.interpreter
+    if interpreter is None:
+        interpreter = triton or ("" if "numpy" in told["packages"] else NO_NUMPY)
     if not triton or not environment.cutedsl:  # imported without the interpreter
         compiled = ask(place, interpret=False)
         complaints += compiled["errors"]
@@ -401,13 +411,12 @@ def judge(environment: Environment, place: Path) -> dict[str, str]:
     }
 
 
-def test(place: Path, arguments: Iterable[str], tools: Path, folder: Path) -> tuple[str, bool]:
+def test(place: Path, arguments: Iterable[str], tools: Path) -> tuple[str, bool]:
     """Run tests of this repository in an environment, against the package that is installed there: the outcome, and if good."""
-    copy = folder / "tests"
-    if not copy.is_dir():
-        for name in ("test", "docs/data", "examples"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
+    copy = place / "tests"
+    for name in ("test", "docs/data", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
     lay_over(place, site_packages(tools))
     command = [place / "bin/python", "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *arguments]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("LIGER_", "TRITON_", "PYTHON"))}
@@ -463,14 +472,16 @@ def matrix(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]
                 yield line("torch alone", version, torch, {"verdict": f"not run: {reason}; the sources {maker.compiles()}"})
                 continue
             working = None
-            for environment in environments(extras_of(wheel)):
-                if not wanted.search(environment.name) and environment.name != WORKING:
+            chosen = environments(extras_of(wheel))
+            needed = {environment.over for environment in chosen if wanted.search(environment.name)}
+            for environment in chosen:
+                if not wanted.search(environment.name) and environment.name not in needed:
                     continue
                 under = [site_packages(layer) for layer in (working if environment.over else None, base) if layer]
                 try:
                     place, outcome = one(maker, environment, wheel, torch, *under)
-                except NotRun as reason:
-                    outcome = {"verdict": f"does not install: {reason}"}
+                except (NotRun, Failed) as reason:
+                    outcome = {"verdict": f"{'fails' if isinstance(reason, Failed) else 'does not install'}: {reason}"}
                 else:
                     if environment.name == WORKING:
                         working = place
@@ -493,7 +504,7 @@ def one(
     write(place, environment.files)
     outcome = judge(environment, place)
     if environment.tests:
-        outcome["tests"], passed = test(place, environment.tests, maker.tools(), maker.folder)
+        outcome["tests"], passed = test(place, environment.tests, maker.tools())
         if not passed:
             outcome["verdict"] = f"{outcome['verdict'].removeprefix('good')}; tests failed".lstrip("; ")
     return place, outcome
