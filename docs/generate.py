@@ -79,12 +79,13 @@ def installations() -> str:
     bad = [line["environment"] for line in lines if line["verdict"] != "good" and line not in not_run]
     if bad:
         raise ValueError(f"{', '.join(bad)}: a record of failures is not for the docs")
+    absent = re.compile(r"package \S+ is not installed \([^)]*\)")
     out = [f"*Recorded {' and '.join(sorted({line['date'] for line in lines}))}.*\n"]
     for python, torch_version in dict.fromkeys((line["python"], line["torch"]) for line in lines if line["verdict"] == "good"):
         here = [line for line in lines if (line["python"], line["torch"]) == (python, torch_version)]
         head = ("environment", "installed", "triton", "cutedsl", "triton, interpreted", "tests", "verdict")
         columns = ("environment", "packages", "triton", "cutedsl", "interpreter", "tests", "verdict")
-        rows = ([line[name] for name in columns] for line in here)
+        rows = ([absent.sub("not installed", line[name]) for name in columns] for line in here)
         out += [f"### Python {python}, torch {torch_version}\n", _table(head, rows)]
     columns = ("python", "torch", "verdict")
     rows = ([line[name] for name in columns] for line in not_run)

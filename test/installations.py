@@ -36,7 +36,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("environment", "python", "torch", "packages", "triton", "cutedsl", "interpreter", "tests", "verdict", "date")
 KEY = COLUMNS[:3]
-PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 OPTIONAL = ("triton", "cutlass", "transformers", "trl", "peft", "accelerate", "numpy")
 """Modules that `import liger` must not load."""
