@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -147,6 +148,8 @@ def check_num_items(num_items: Any, options: CrossEntropyOptions) -> None:
         )
     allowed = f"0, {FACTORS} or a real tensor of one element"
     if not isinstance(num_items, Tensor):
+        if isinstance(num_items, numbers.Integral) and not isinstance(num_items, bool):
+            num_items = int(num_items)  # numpy's are not Python's
         if not (is_real(num_items) and (num_items == 0 or num_items >= SMALLEST_FACTOR)):
             raise ValueError(f"num_items must be None, {allowed}, got {num_items!r}")
         return

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from liger.testing import make_inputs
 FORMS = {
     "int": 5,
     "float": 5.0,
+    "numpy's int64": np.int64(5),
     "int64": torch.tensor(5),
     "int32": torch.tensor([5], dtype=torch.int32),
     "float32": torch.tensor([[5.0]]),
@@ -53,7 +55,7 @@ def test_accuracy_stays_a_share_of_the_valid_rows(loss):
     assert torch.equal(plain.token_accuracy, divided.token_accuracy)
 
 
-BAD = [-1, -0.5, 1e-40, math.nan, math.inf, 10**25, True, "5", 1j, [5]]
+BAD = [-1, -0.5, 1e-40, math.nan, math.inf, 10**25, True, np.True_, "5", 1j, [5]]
 BAD += [torch.tensor(value) for value in (-1, math.nan, math.inf, True, 1j, [1, 2])] + [torch.empty(0)]
 
 

@@ -155,9 +155,10 @@ def _forget() -> None:
     _interpreters[:] = dict.fromkeys(row.capability.interpreter for row in _table if row.capability.interpreter)
 
 
-def _check_name(argument: str, name: object) -> None:
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f"{argument} must be None or one of {', '.join(('auto', *backends()))}, got {name!r}")
+def check_backend(name: object, where: str = "backend") -> None:
+    """Raise ValueError, which names `where` it came from, unless this is None, "", "auto" or the name of a backend."""
+    if name is not None and (not isinstance(name, str) or name not in (*AUTO, *backends())):
+        raise ValueError(f"{where} must be one of {', '.join(('auto', *backends()))}, got {name!r}")
 
 
 def table(op: Op) -> tuple[Implementation, ...]:
@@ -181,7 +182,7 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
         ValueError: no backend has that name.
         UnsupportedError: no row fits; it holds every row's every reason.
     """
-    _check_name("backend", backend)
+    check_backend(backend)
     key = (request, backend, os.environ.get(ENVIRONMENT_VARIABLE), *(os.environ.get(name) for name in _interpreters))
     chosen = _memo.get(key)
     if chosen is None:
@@ -205,7 +206,7 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
 
 def explain_request(request: Request, backend: str | None = None) -> Explanation:
     """Every candidate row with its reasons, and which one `resolve` would return (without the plan)."""
-    _check_name("backend", backend)
+    check_backend(backend)
     name, source = _asked_for(backend)
     verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request, name))
     chosen = next((fitting for fitting, reasons in verdicts if not reasons), None)
@@ -214,15 +215,11 @@ def explain_request(request: Request, backend: str | None = None) -> Explanation
 
 def _asked_for(backend: str | None) -> tuple[str, str]:
     """The name of a backend, or "auto", and where it came from."""
-    name, source = backend, "argument"
-    if name is None or name in AUTO:
-        name, source = os.environ.get(ENVIRONMENT_VARIABLE, ""), "environment"
-    if name in AUTO:
-        return "auto", "auto"
-    if name not in backends():
-        where = "backend" if source == "argument" else f"${ENVIRONMENT_VARIABLE}"
-        raise ValueError(f"{where} must be one of {', '.join(('auto', *backends()))}, got {name!r}")
-    return name, source
+    if backend is not None and backend not in AUTO:
+        return backend, "argument"
+    name = os.environ.get(ENVIRONMENT_VARIABLE, "")
+    check_backend(name, f"${ENVIRONMENT_VARIABLE}")
+    return ("auto", "auto") if name in AUTO else (name, "environment")
 
 
 def _candidates(request: Request, name: str) -> tuple[Implementation, ...]:

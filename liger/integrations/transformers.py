@@ -28,8 +28,7 @@ from torch.nn import functional as F
 
 from ..checks import INTEGER_DTYPES
 from ..context import on_host
-from ..dispatch import backends
-from ..dispatch.registry import AUTO
+from ..dispatch.registry import check_backend
 from ..options import FLOATING_DTYPES, is_real
 from .deferred import THERE, DeferredLogits, Tally, defer, replaced
 
@@ -109,8 +108,7 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
         >>> with patch(model):
         ...     Trainer(model, arguments, train_dataset=dataset).train()
     """
-    if backend is not None and backend not in (*AUTO, *backends()):
-        raise ValueError(f"backend must be None or one of {', '.join(('auto', *backends()))}, got {backend!r}")
+    check_backend(backend)
     model = _unwrapped(model)
     if _handle_of(model) is not None:
         raise ValueError("model must not be patched already: call remove() of its handle first")
