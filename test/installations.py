@@ -106,7 +106,7 @@ def transformers(version: str) -> Environment:
     return Environment(f"transformers {version}", extra="transformers", packages=packages, tests=TRANSFORMERS_TESTS)
 
 
-WORKING = "[triton,cutedsl]"
+WORKING = "[triton,cutedsl] and numpy"
 NO_NUMPY = "TRITON_INTERPRET=1 needs the package numpy, which is not installed"
 OLD_NUMPY = "numpy<2.4"
 """Triton's interpreter before 3.7 fails with a newer one."""
@@ -156,7 +156,7 @@ def environments(extras: Iterable[str]) -> tuple[Environment, ...]:
     return (
         Environment("torch alone"),
         *(EXTRAS.get(extra, Environment(f"[{extra}]", extra=extra)) for extra in extras),
-        Environment(WORKING, extra="triton,cutedsl", triton="", cutedsl=""),
+        Environment(WORKING, extra="triton,cutedsl", packages=("numpy",), triton="", cutedsl=""),
         *VERSIONS,
         *BROKEN,
     )
