@@ -72,12 +72,34 @@ def recipes() -> str:
     return f"*Recorded {dates}.*\n\n{_table(('recipe', 'test', *where), rows)}"
 
 
+def installations() -> str:
+    """What the package did in each environment: from the file that test/installations.py wrote."""
+    lines = list(csv.DictReader((DOCS / "data" / "installations.csv").read_text("utf-8").splitlines()))
+    not_run = [line for line in lines if line["verdict"].startswith("not run")]
+    bad = [line["environment"] for line in lines if line["verdict"] != "good" and line not in not_run]
+    if bad:
+        raise ValueError(f"{', '.join(bad)}: a record of failures is not for the docs")
+    absent = re.compile(r"package \S+ is not installed \([^)]*\)")
+    out = [f"*Recorded {' and '.join(sorted({line['date'] for line in lines}))}.*\n"]
+    for python, torch_version in dict.fromkeys((line["python"], line["torch"]) for line in lines if line["verdict"] == "good"):
+        here = [line for line in lines if (line["python"], line["torch"]) == (python, torch_version)]
+        head = ("environment", "installed", "triton", "cutedsl", "triton, interpreted", "tests", "verdict")
+        columns = ("environment", "packages", "triton", "cutedsl", "interpreter", "tests", "verdict")
+        rows = ([absent.sub("not installed", line[name]) for name in columns] for line in here)
+        out += [f"### Python {python}, torch {torch_version}\n", _table(head, rows)]
+    columns = ("python", "torch", "verdict")
+    rows = ([line[name] for name in columns] for line in not_run)
+    out += ["### What was not run\n", _table(("Python", "torch", "why"), rows)]
+    return "\n".join(out)
+
+
 MADE_ELSEWHERE = {"mutants"}
 """By test/mutants.py, which takes minutes."""
 PARTS: dict[str, Callable[[], str]] = {
     "support": support,
     "auto": auto,
     "recipes": recipes,
+    "installations": installations,
     "measured": results.measured,
     "ce_summary": results.ce_summary,
     "flce_summary": results.flce_summary,

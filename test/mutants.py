@@ -252,7 +252,7 @@ CHOICES = (
         "key = (request, backend,",
     ),
     choice("admit every option", CAPABILITY, "if name not in self.options]", "if not name]"),
-    choice("admit every later version", CAPABILITY, "<= _release(version) < self.below", "<= _release(version)"),
+    choice("admit every later version", CAPABILITY, "<= release(version) < self.below", "<= release(version)"),
     choice(
         "admit every later architecture",
         CAPABILITY,

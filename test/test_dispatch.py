@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import liger
-from liger import DeviceInfo, UnsupportedError, explain
+from liger import DeviceInfo, UnsupportedError, backends, explain
 from liger.dispatch import Capability, Implementation, Package, Request, capability, registry, table
 from liger.functional import GIVEN_TENSORS
 from liger.options import CrossEntropyOptions
@@ -213,6 +213,26 @@ def test_interpreter_is_read_at_the_call(install, monkeypatch):
     for value, expected in (("0", "torch"), ("1", "triton"), ("0", "torch")):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert resolved(CE, "cpu", "fp32") == expected
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "reason"),
+    [
+        ("3.7.1", None, "TRITON_INTERPRET=1 needs the package numpy, which is not installed"),
+        ("3.6.0", "2.4.0", "the interpreter of triton 3.6.0 fails with numpy 2.4.0: install triton >= 3.7 or numpy < 2.4"),
+        ("3.6.0", "2.3.5", None),
+        ("3.7.0", "2.4.0", None),
+    ],
+)
+def test_E3_the_interpreter_needs_a_numpy_that_fits(install, monkeypatch, triton, numpy, reason):
+    install(INSTALLED | {"triton": triton})
+    monkeypatch.setattr(backends, "installed_version", {"numpy": numpy}.get)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    answer = explain(CE, device=DEVICES["cpu"], dtype=torch.float32, shape=(4, 16))
+    assert dict(answer.rows)["triton"] == (() if reason is None else (reason,))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    for device in ("cpu", "cuda 9.0"):  # nobody else is told about NumPy
+        assert "numpy" not in str(explain(CE, device=DEVICES[device], dtype=torch.float32, shape=(4, 16)))
 
 
 @pytest.mark.parametrize("value", ["", "0", "true"])

@@ -39,9 +39,10 @@ sys.meta_path.insert(0, Blocked())
 """
 
 MISSING = """
-import importlib.util
-find_spec = importlib.util.find_spec
+import importlib.metadata, importlib.util
+find_spec, version = importlib.util.find_spec, importlib.metadata.version
 importlib.util.find_spec = lambda name, *rest: None if name in ("triton", "cutlass") else find_spec(name, *rest)
+importlib.metadata.version = lambda name: version("no-" + name if name in ("triton", "nvidia-cutlass-dsl") else name)
 """
 
 REASONS = """

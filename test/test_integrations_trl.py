@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from liger.testing import assert_within_budget  # noqa: E402
 
 TheirFunction, their_selective = utils._ChunkedLogProbFunction, utils.selective_log_softmax
 ROWS, VOCAB, HIDDEN = 9, 37, 8
+NO_TRITON = importlib.util.find_spec("triton") is None
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(NO_TRITON, reason="the triton extra is not installed"))
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,7 @@ def outcome(found, made, upstream):
     ids="+".join,
 )
 @pytest.mark.parametrize(("temperature", "cap", "scale"), [(1.0, None, 1.0), (0.7, 3.0, 0.5), (2.0, None, 4.0)])
-@pytest.mark.parametrize("function", ["torch", "triton", "theirs"])
+@pytest.mark.parametrize("function", ["torch", TRITON, "theirs"])
 def test_every_result_and_gradient(function, outputs, temperature, cap, scale, monkeypatch):
     """Against float64, on each backend; TRL's own function stands the same test."""
     if function != "theirs":
@@ -141,7 +144,7 @@ def test_mixed_dtypes_and_autocast():
     assert [leaf.grad.dtype for leaf in made.values()] == [torch.float32] * 3
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", TRITON])
 def test_half_precision_logits_get_a_gradient_of_their_dtype(backend, monkeypatch):
     """Kernels write a gradient in the logits' dtype, so a buffer of another would be misread by those that take it for that."""
     monkeypatch.setenv("LIGER_BACKEND", backend)

@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor, bfloat16, cuda, float16, float32, float64  # the name torch is a backend's here
 
 from ..dispatch import Capability, Implementation, Op, Package, Request, register
+from ..dispatch.capability import installed_version, release
 from ..spec import RowInputs, RowResults, RowStats
 
 F16, BF16, F32, F64 = float16, bfloat16, float32, float64
@@ -58,16 +59,29 @@ CUTEDSL = Package(
 BULK_COPY_BYTES = 16
 
 
-def _interpreter_in_time(request: Request) -> str | None:
-    """TRITON_INTERPRET takes effect when triton is imported: a later change is none."""
+def _interpreter_fits(request: Request) -> str | None:
+    """TRITON_INTERPRET takes effect when triton is imported: a later change is none. The interpreter needs NumPy."""
+    asked = request.device.type == "cpu" and os.environ.get(INTERPRETER) == "1"
+    if asked and (reason := _numpy_reason()) is not None:
+        return reason
     language = sys.modules.get("triton.language")
     if language is None:
         return None
     interprets = type(language.max).__name__ == "InterpretedFunction"
-    if request.device.type == "cpu" and os.environ.get(INTERPRETER) == "1" and not interprets:
+    if asked and not interprets:
         return f"{INTERPRETER} was set after triton was imported: set it before"
     if request.device.type != "cpu" and interprets and cuda.is_available():
         return f"triton was imported with {INTERPRETER}=1, so its kernels run on the CPU only in this process"
+    return None
+
+
+def _numpy_reason() -> str | None:
+    """Why the installed NumPy, which GPUs do not need, rules the interpreter out (seen by test/installations.py)."""
+    numpy, triton = installed_version("numpy"), TRITON.version()
+    if numpy is None:
+        return f"{INTERPRETER}=1 needs the package numpy, which is not installed"
+    if triton is not None and release(triton) < (3, 7) and release(numpy) >= (2, 4):
+        return f"the interpreter of triton {triton} fails with numpy {numpy}: install triton >= 3.7 or numpy < 2.4"
     return None
 
 
@@ -109,7 +123,7 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
         min_capability=(8, 0),
         packages=(TRITON,),
         interpreter=INTERPRETER,
-        rule=_interpreter_in_time,
+        rule=_interpreter_fits,
     )
     return Implementation(op=op, backend="triton", module="liger.backends.triton", capability=capability)
 

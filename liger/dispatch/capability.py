@@ -97,14 +97,20 @@ class Package:
     parts: tuple[str, ...] = ()
     """Distributions that hold parts of it: one that is installed must be of the same version."""
 
+    def version(self) -> str | None:
+        """The version that is installed, under whichever name; None if absent."""
+        versions = (installed_version(name) for name in (self.name, *self.aliases))
+        return next((version for version in versions if version is not None), None)
+
     def reason(self) -> str | None:
         """Why this package cannot be used, without importing it; None if nothing is known against it."""
-        versions = (installed_version(name) for name in (self.name, *self.aliases))
-        version = next((version for version in versions if version is not None), None)
+        version = self.version()
         window = f"{_dotted(self.minimum)} <= version < {_dotted(self.below)}"
-        if version is None or not _has_module(self.module):
+        if version is None:
             return f"package {self.name} is not installed (needs {window})"
-        if not self.minimum <= _release(version) < self.below:
+        if not _has_module(self.module):
+            return f"package {self.name} {version} is installed, but its module {self.module} is not found"
+        if not self.minimum <= release(version) < self.below:
             return f"package {self.name} {version} is outside its window ({window})"
         found = ((part, installed_version(part)) for part in self.parts)
         mixed = [f"{part} {other}" for part, other in found if other not in (None, version)]
@@ -181,7 +187,7 @@ def _has_module(module: str) -> bool:
         return True  # importing it is what will tell
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: "3.7.1+git" -> (3, 7, 1)."""
     numbers = []
     for part in version.split("+")[0].split("."):

@@ -54,7 +54,9 @@ class Implementation:
         if not reasons:
             try:
                 self.kernels()
-            except Exception as error:  # a broken package is a reason, whatever it raised
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a broken package is a reason, whatever it raised: SystemExit too
                 return (f"{self.module} failed to import: {type(error).__name__}: {error}",)
         return reasons
 
