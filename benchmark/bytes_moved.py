@@ -1,6 +1,6 @@
 """Bytes that the row kernels move through device memory, by the hardware's counters, against what they must move.
 
-    python -m benchmark.bytes_moved [--out docs/data/bytes_moved_h200.csv]
+    python -m benchmark.bytes_moved [--out bytes.csv]
 
 On a GPU, with NVIDIA Nsight Compute (`ncu`) on the path. The rows of cross entropy with their gradient, on every backend that
 has kernels of its own: a logit is read once and its gradient written once. What a kernel wrote last is still in the L2 cache

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ MADE_ON = (
 NOTHING = "No result is checked in yet.\n"
 
 Row = dict[str, str]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -209,10 +210,10 @@ def _made_on(row: Row) -> str:
 # Which table a result belongs to.
 
 
-def _grouped(results: Iterable[Result], key: Callable[[Result], Any]) -> dict[Any, list[Result]]:
-    groups: dict[Any, list[Result]] = {}
-    for result in results:
-        groups.setdefault(key(result), []).append(result)
+def _grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    groups: dict[Any, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -776,10 +777,15 @@ DISPATCH = ("the arguments checked", "the request built", "the backend resolved"
 
 
 def host_time() -> str:
-    """Host time per call, as noted, and what this package's own decisions add up to."""
+    """Host time per call by backend, and what this package's own decisions add up to."""
     rows = read(NOTED / "host_time_h200.csv")
-    decisions = sum(float(row["us"]) for row in rows if row["what"].endswith(DISPATCH))
-    return _noted("host_time_h200") + f"\nCheck, request and choice together: {decisions:.0f} us.\n"
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    times = {what: {row["backend"]: row["us"] for row in group} for what, group in _grouped(rows, lambda r: r["what"]).items()}
+    lines = [(what, *(found.get(name, "") for name in names)) for what, found in times.items()]
+    decided = [found for what, found in times.items() if what.endswith(DISPATCH)]
+    sums = (f"{name} {sum(float(found[name]) for found in decided):.0f} us" for name in names if name in decided[0])
+    caption = f"*us. {rows[0]['made_on']}.*\n\n"
+    return f"{caption}{table(('what', *names), lines)}\nCheck, request and choice together: {', '.join(sums)}.\n"
 
 
 def _noted(name: str) -> str:
