@@ -241,8 +241,8 @@ CHOICES = (
     choice(
         "let the variable beat the argument",
         REGISTRY,
-        "if name is None or name in AUTO:",
-        "if os.environ.get(ENVIRONMENT_VARIABLE) or name is None or name in AUTO:",
+        "if backend is not None and backend not in AUTO:",
+        "if backend is not None and backend not in AUTO and not os.environ.get(ENVIRONMENT_VARIABLE):",
     ),
     choice("fall back from a named backend", REGISTRY, 'if name in ("auto", row.backend)', "if name"),
     choice(
