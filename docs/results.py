@@ -714,10 +714,11 @@ def hf_trainer() -> str:
 def cutedsl_rows() -> str:
     """The row kernels of two backends, as noted from one run."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read(NOTED / "cutedsl_rows_h200.csv"):
+    rows = read(NOTED / "cutedsl_rows_h200.csv")
+    for row in rows:
         found.setdefault((row["kernel"], row["vocab"]), {})[row["provider"]] = f"{float(row['ratio_to_floor']):.2f}×"
     lines = [(*key, ratios["cutedsl"], ratios["triton"]) for key, ratios in found.items()]
-    return table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
+    return f"*{rows[0]['made_on']}.*\n\n" + table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
 
 
 def cutedsl_facts() -> str:
@@ -737,10 +738,11 @@ STREAMS = {"c4096": "one stream, ms", "c4096_dualdw": "two, ms", "c4096_lt": "on
 def chunk_streams() -> str:
     """The products of a chunk's gradients one after the other and side by side, as noted."""
     times: dict[str, dict[str, str]] = {}
-    for row in read(NOTED / "chunk_streams_h200.csv"):
+    rows = read(NOTED / "chunk_streams_h200.csv")
+    for row in rows:
         times.setdefault(f"{row['hidden']} × {row['vocab']}, {row['rows']}", {})[row["variant"]] = row["ms"]
     lines = ((shape, *(ms(float(found[variant])) for variant in STREAMS)) for shape, found in times.items())
-    return table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
+    return f"*{rows[0]['made_on']}.*\n\n" + table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
 
 
 def clock() -> str:
@@ -790,7 +792,8 @@ def host_time() -> str:
 
 def _noted(name: str) -> str:
     rows = read(NOTED / f"{name}.csv")
-    return table(rows[0], (row.values() for row in rows))
+    names = [name for name in rows[0] if name != "made_on"]
+    return f"*{rows[0]['made_on']}.*\n\n" + table(names, ([row[name] for name in names] for row in rows))
 
 
 WATCHED = {
