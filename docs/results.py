@@ -411,7 +411,7 @@ def _page_of(run: Run) -> str:
 def _legend(run: Run) -> list[str]:
     versions = {result.provider: str(result.config.get("version", "")) for result in run.results}
     told = {name: text for name, text in PROVIDERS.items() if name in versions}
-    if run.kernel == "fused_linear_cross_entropy":
+    if run.kernel == "fused_linear_cross_entropy" and "torch" in told:
         told["torch"] = "`F.linear` and `F.cross_entropy`"
     return [f"`{name}`: {text}" + (f" ({versions[name]})" if versions[name] else "") for name, text in told.items()]
 
