@@ -34,9 +34,11 @@ fuzz: $(VENV)/.installed-test ## the properties on examples that no run has seen
 
 lint: $(VENV)/.installed-test ## lint and types only
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: $(VENV)/.installed-test ## fix what the linter can fix, and regenerate the generated parts of the docs
+format: $(VENV)/.installed-test ## lay the code out, fix what the linter can fix, and regenerate the generated parts of the docs
+	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 	$(BIN)/python -W "ignore:Failed to initialize NumPy" docs/generate.py
 	$(BIN)/python -W "ignore:Failed to initialize NumPy" docs/plots.py

@@ -291,9 +291,7 @@ def _measurement(
     return Measurement("cross_entropy", provider, mode, metric, unit, "V", "vocabulary size", case.vocab, y, config)
 
 
-def measure_errors(
-    case: Case, losses: Iterable[tuple[Provider, CrossEntropy]], report: Report
-) -> list[tuple[str, ...]]:
+def measure_errors(case: Case, losses: Iterable[tuple[Provider, CrossEntropy]], report: Report) -> list[tuple[str, ...]]:
     """Largest error of a valid row's loss, absolute and relative, and that of the mean; from float64."""
     lines: list[tuple[str, ...]] = []
     right = case.losses

@@ -312,9 +312,7 @@ def _computes(use: Use, report: Report) -> bool:
     return True
 
 
-def _measurement(
-    job: Job, case: Case, setting: Setting, provider: str, metric: str, unit: str, y: Quantiles
-) -> Measurement:
+def _measurement(job: Job, case: Case, setting: Setting, provider: str, metric: str, unit: str, y: Quantiles) -> Measurement:
     config = {
         "set": job.name,
         "model": case.shape.name,
@@ -672,9 +670,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{describe(device)}; wrote {arguments.out}")
 
 
-def print_everything(
-    found: Sequence[Results], errors: list[tuple[str, ...]], checks: list[tuple[str, ...]], ours: str
-) -> None:
+def print_everything(found: Sequence[Results], errors: list[tuple[str, ...]], checks: list[tuple[str, ...]], ours: str) -> None:
     """All tables; those with nothing in them are left out."""
     titled: list[tuple[str, Sequence[str], list[tuple[str, ...]]]] = [
         ("relative error from float64, bfloat16, mean", ("provider", "chunks", "loss", "dx", "dW"), errors),

@@ -270,9 +270,7 @@ def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], dev
             wanted = [tensor.narrow(dim, split.start, split.classes) for tensor in wanted]
         # The ranks' parts of dx are rounded before they are summed, which a yardstick of one rank does not do.
         slack = 2 if name == "input" and half else 1
-        assert_within_budget(
-            ours, wanted[0], wanted[1], ours.dtype, magnitude=slack * wanted[2], what=f"gradient of {name}"
-        )
+        assert_within_budget(ours, wanted[0], wanted[1], ours.dtype, magnitude=slack * wanted[2], what=f"gradient of {name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

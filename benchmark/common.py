@@ -306,9 +306,7 @@ class Report:
 
     def _has(self, facts: Mapping[str, Any]) -> bool:
         wanted = {name: str(value) for name, value in facts.items()}
-        return any(
-            all(str(found.get(name)) == value for name, value in wanted.items()) for found in map(_facts, self.kept)
-        )
+        return any(all(str(found.get(name)) == value for name, value in wanted.items()) for found in map(_facts, self.kept))
 
     def _complete(self) -> None:
         """The unit before is over."""

@@ -82,9 +82,7 @@ def parts(backend: str, logits: torch.Tensor, target: torch.Tensor) -> dict[str,
         "forward without autograd and module, as eager calls run it": lambda: losses(call, kernels),
         "the same through the opaque operator that `torch.compile` needs": lambda: loss(*call.tensors, *encoded),
         "of it: autograd": lambda: LossFunction.apply(logits, None, None, call, implementation),
-        "of it: the arguments checked": lambda: check_tensors(
-            "cross_entropy", logits, target, options, None, None, None
-        ),
+        "of it: the arguments checked": lambda: check_tensors("cross_entropy", logits, target, options, None, None, None),
         "of it: the request built": lambda: Call(logits, target, None, None, None, recipe).request(),
         "of it: the backend resolved": lambda: resolve(request, backend),
         "of it: the divisors counted": call.row_inputs,
@@ -101,15 +99,14 @@ def measured(backend: str, logits: torch.Tensor, target: torch.Tensor) -> Iterat
         module = LigerCrossEntropyLoss(reduction=reduction, backend=backend)
         name = f"`LigerCrossEntropyLoss`, {reduction}, "
         yield name + "forward", host_us(lambda module=module: module(logits, target))
-        yield name + "forward and backward", host_us(
-            lambda module=module: torch.autograd.grad(module(logits, target).sum(), logits)
+        yield (
+            name + "forward and backward",
+            host_us(lambda module=module: torch.autograd.grad(module(logits, target).sum(), logits)),
         )
         with torch.no_grad():
             yield name + "without gradients", host_us(lambda module=module: module(logits, target))
     fused = LigerFusedLinearCrossEntropyLoss(backend=backend)
-    hidden, weight = (
-        torch.randn(n, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (ROWS, VOCAB)
-    )
+    hidden, weight = (torch.randn(n, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (ROWS, VOCAB))
     yield "`LigerFusedLinearCrossEntropyLoss`, mean, forward", host_us(lambda: fused(weight, hidden, target))
     with torch.no_grad():
         for name, part in parts(backend, logits.detach(), target).items():

@@ -58,8 +58,7 @@ class Provider:
 def cross_entropy_providers() -> dict[str, Provider]:
     """By name, ours first."""
     listed = [
-        Provider(f"liger_{backend}", _ours(backend), default=backend != "torch")
-        for backend in _backends("cross_entropy")
+        Provider(f"liger_{backend}", _ours(backend), default=backend != "torch") for backend in _backends("cross_entropy")
     ]
     listed += [
         Provider("liger_triton_in_place", _ours("triton", in_place=True), overwrites=True),
@@ -101,9 +100,7 @@ def chunked_provider(backend: str, chunk_size: int, accum_dtype: torch.dtype | N
     return Provider(f"liger_{backend}_chunk{chunk_size}", load, chunk_size=chunk_size)
 
 
-def load_providers(
-    providers: Iterable[Provider], where: str, report: Report
-) -> list[tuple[Provider, Callable[..., Tensor]]]:
+def load_providers(providers: Iterable[Provider], where: str, report: Report) -> list[tuple[Provider, Callable[..., Tensor]]]:
     """Those that load, with what they loaded; the report is told of the others."""
     loaded = []
     for provider in providers:

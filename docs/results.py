@@ -186,9 +186,7 @@ class Run:
 
 def runs(kernel: str | None = None, *, on_cpu: bool | None = None) -> list[Run]:
     """The result files, of one kernel or of all."""
-    found = [
-        Run(path, _made_on(rows[0]), [Result.of(row) for row in rows]) for path, rows in _files() if SCHEMA in rows[0]
-    ]
+    found = [Run(path, _made_on(rows[0]), [Result.of(row) for row in rows]) for path, rows in _files() if SCHEMA in rows[0]]
     return [run for run in found if kernel in (None, run.kernel) and on_cpu in (None, run.on_cpu)]
 
 
@@ -570,9 +568,7 @@ def faster_peers() -> str:
                 ours = next((name for name in DEFAULTS if name in times), None)
                 for name, time in times.items():
                     if ours is not None and not _is_ours(name) and time < times[ours]:
-                        lines.append(
-                            (found.title, row, f"`{name}`", ms(time), ms(times[ours]), f"{times[ours] / time:.2f}×")
-                        )
+                        lines.append((found.title, row, f"`{name}`", ms(time), ms(times[ours]), f"{times[ours] / time:.2f}×"))
     return table(("what", "case", "faster", "ms", "ours, ms", "ours over it"), lines) if lines else "None.\n"
 
 
@@ -661,21 +657,14 @@ def accumulation() -> str:
         lines = [
             (
                 f"{chunks:.0f}",
-                *(
-                    f"{r.y:.2e} ({r.y / one:.2f})"
-                    for name in names
-                    for r in swept
-                    if (r.provider, r.x) == (name, chunks)
-                ),
+                *(f"{r.y:.2e} ({r.y / one:.2f})" for name in names for r in swept if (r.provider, r.x) == (name, chunks)),
                 f"{math.sqrt((chunks + 1) / 2):.2f}",
             )
             for chunks in sorted({result.x for result in swept})
         ]
         columns = [name.partition(" ")[2].replace("accum", "summed") for name in names]
         config = swept[0].config
-        caption = (
-            f"*Error (times that of one chunk); {config['N']} rows, {config['H']} × {config['V']}. {run.made_on}.*\n\n"
-        )
+        caption = f"*Error (times that of one chunk); {config['N']} rows, {config['H']} × {config['V']}. {run.made_on}.*\n\n"
         return caption + table(("chunks", *columns, r"\(\sqrt{(k+1)/2}\)"), lines)
     return NOTHING
 
@@ -847,7 +836,7 @@ def batch_rows() -> str:
 
 
 def _equal(row: Row) -> str:
-    """"all", or how many losses and gradients are equal and how far the others are off."""
+    """The word all, or how many losses and gradients are equal and how far the others are off."""
     losses, gradients, rows = (row[name] for name in ("equal_losses", "equal_gradients", "rows"))
     if losses == gradients == rows:
         return "all"

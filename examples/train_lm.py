@@ -139,9 +139,7 @@ def make_parser() -> OneLineParser:
     add("--heads", type=positive_int, default=4, help="attention heads (default: 4)")
     add("--tied", action="store_true", help="the head's weight is the embedding")
     add("--untied", action="store_false", dest="tied", help="the head has its own weight (default; learns faster)")
-    add(
-        "--lr", type=positive_float, default=0.012, help="highest learning rate; blocks take a quarter (default: 0.012)"
-    )
+    add("--lr", type=positive_float, default=0.012, help="highest learning rate; blocks take a quarter (default: 0.012)")
     add("--check-every", type=positive_int, default=20, help="steps between checks: unfused, held-out (default: 20)")
     add("--seed", type=seed, default=0, help="of text order, initial weights and batches (default: 0)")
     add("--out", type=Path, default=Path("train_lm.png"), help="the loss curve (default: train_lm.png)")
@@ -169,9 +167,7 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
     """Read and check the command line; what is wrong with it exits (argparse) or raises InputError."""
     options = make_parser().parse_args(arguments)
     if options.vocab < MIN_VOCABULARY:
-        raise InputError(
-            f"--vocab must be at least {MIN_VOCABULARY} (all bytes and the end of text), got {options.vocab}"
-        )
+        raise InputError(f"--vocab must be at least {MIN_VOCABULARY} (all bytes and the end of text), got {options.vocab}")
     if options.dim % (2 * options.heads):
         raise InputError(f"--dim must be a multiple of 2 x --heads = {2 * options.heads}, got {options.dim}")
     target = options.out if options.out.exists() else options.out.parent

@@ -33,9 +33,7 @@ def losses(call: Call, kernels: RowKernels) -> tuple[CrossEntropyOutput, tuple[T
     return output, (results.lse, index) if call.recipe.gradient_in_backward else ()
 
 
-def gradients_in_backward(
-    call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor
-) -> Gradients:
+def gradients_in_backward(call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor) -> Gradients:
     """The gradients of (input, weight, bias) with the upstream gradient, () or (N,) of any stride, folded in."""
     grad_loss = grad_loss.reshape(-1).expand(call.rows)
     if call.weight is None:

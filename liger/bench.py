@@ -188,9 +188,7 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _interleaved_ms(
-    steps: dict[str, Callable[[], Step]], device: torch.device, seconds: float
-) -> dict[str, float]:
+def _interleaved_ms(steps: dict[str, Callable[[], Step]], device: torch.device, seconds: float) -> dict[str, float]:
     """Medians of rounds in which every step has its turn."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     end = time.monotonic() + seconds

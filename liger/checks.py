@@ -37,9 +37,7 @@ def check_tensors(
     for name, tensor in named.items():
         _check_tensor(name, tensor)
         if tensor.device != input.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, input on {input.device}: all tensors must be on one device"
-            )
+            raise ValueError(f"{name} is on {tensor.device}, input on {input.device}: all tensors must be on one device")
         if tensor.is_meta:
             raise ValueError(f"{name} must hold values, got a tensor on the meta device")
         if name == "target":

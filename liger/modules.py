@@ -72,9 +72,7 @@ class LigerCrossEntropyLoss(_Loss):
             vocab_parallel=vocab_parallel,
         )
 
-    def forward(
-        self, input: Tensor, target: Tensor, *, num_items: float | Tensor | None = None
-    ) -> Tensor | CrossEntropyOutput:
+    def forward(self, input: Tensor, target: Tensor, *, num_items: float | Tensor | None = None) -> Tensor | CrossEntropyOutput:
         """Loss of `input` (..., V) logits and `target` (...)."""
         output = run(
             input,

@@ -89,9 +89,7 @@ def _(
     dtypes = (made.loss_dtype, made.loss_dtype, torch.float32, torch.int64)
     shapes = (shape, shape, shape, rows)
     outputs = [
-        input.new_empty(size, dtype=dtype)
-        for asked, size, dtype in zip(_asked_for(made), shapes, dtypes, strict=True)
-        if asked
+        input.new_empty(size, dtype=dtype) for asked, size, dtype in zip(_asked_for(made), shapes, dtypes, strict=True) if asked
     ]
     if made.gradient_in_forward:
         return outputs + _fake_gradients(input, weight, bias, made)

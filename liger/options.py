@@ -16,7 +16,6 @@ REDUCTIONS = ("mean", "sum", "none")
 FLOATING_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-
 def dtype_name(dtype: torch.dtype) -> str:
     """As messages, tables and the command line call it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

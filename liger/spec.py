@@ -296,9 +296,7 @@ def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor |
     return grad.masked_fill_(~valid[:, None], 0)
 
 
-def reduce(
-    results: RowResults, target: Tensor, options: CrossEntropyOptions, loss_dtype: torch.dtype
-) -> CrossEntropyOutput:
+def reduce(results: RowResults, target: Tensor, options: CrossEntropyOptions, loss_dtype: torch.dtype) -> CrossEntropyOutput:
     """What the caller sees, from what the rows hold: summed in the compute dtype, rounded once. `target` (N,)."""
     keep_rows = options.reduction == "none"
 

@@ -491,9 +491,7 @@ def matrix(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, str]
                     yield line(environment.name, version, torch, outcome)
 
 
-def one(
-    maker: Maker, environment: Environment, wheel: Path, torch: str, *under: Path
-) -> tuple[Path, dict[str, str]]:
+def one(maker: Maker, environment: Environment, wheel: Path, torch: str, *under: Path) -> tuple[Path, dict[str, str]]:
     """Make an environment and judge it."""
     place = maker.venv("environment-" + re.sub(r"\W+", "-", environment.name).strip("-"), *under)
     if not environment.over:

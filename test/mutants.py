@@ -360,9 +360,7 @@ def tested(copy: Path, selected: str, subjects: tuple[str, ...]) -> subprocess.C
     options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", selected]
     tests = [f"test/test_{subject}.py" for subject in subjects]
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    return subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 def copied(to: Path) -> Path:

@@ -359,9 +359,7 @@ def test_A16_the_heads_gradient_adds_up(flce):
     rows[:2].sum().backward(retain_graph=True)
     rows[2:].sum().backward()
     truth, own = flce.expected(inputs, reduction="none")
-    assert_within_budget(
-        leaves.weight.grad, truth.outcome.weight, own.outcome.weight, F32, magnitude=truth.magnitudes.weight
-    )
+    assert_within_budget(leaves.weight.grad, truth.outcome.weight, own.outcome.weight, F32, magnitude=truth.magnitudes.weight)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -325,15 +325,11 @@ def test_training_step(tiny_models, tmp_path, capsys):
     chosen = ("--models", "qwen3-0.6b", "llama-3.1-8b", "--shares", "100", "25")
     rows = run(tiny_models, tmp_path, *SMALL_STEP, *chosen)
     speed = {
-        (config(row)["model"], float(row["x_value"]), row["kernel_provider"])
-        for row in rows
-        if row["metric_name"] == "speed"
+        (config(row)["model"], float(row["x_value"]), row["kernel_provider"]) for row in rows if row["metric_name"] == "speed"
     }
     names = ("transformers", "liger", "liger_all_rows")
     assert speed == {(model, share, name) for model in (chosen[1], chosen[2]) for share in (100, 25) for name in names}
-    host, whole = (
-        [float(row["y_value_50"]) for row in rows if row["metric_name"] == metric] for metric in ("host", "speed")
-    )
+    host, whole = ([float(row["y_value_50"]) for row in rows if row["metric_name"] == metric] for metric in ("host", "speed"))
     assert all(0 < launched <= time for launched, time in zip(host, whole, strict=True))
     assert {config(row)["compiled"] for row in rows} == {False}
     through = {row["kernel_provider"]: config(row)["through"] for row in rows}

@@ -261,9 +261,7 @@ def test_a_new_option_appears_by_itself(run, monkeypatch):
     new = [("new_number", float | None, None), ("new_flag", bool, False)]
     added = dataclasses.make_dataclass("Added", new, bases=(CrossEntropyOptions,), frozen=True)
     monkeypatch.setattr(cli, "CrossEntropyOptions", added)
-    parsed = cli.parser().parse_args(
-        ["explain", "--op", CE, *H200, "--shape", "8x16", "--new-number", "2.5", "--new-flag"]
-    )
+    parsed = cli.parser().parse_args(["explain", "--op", CE, *H200, "--shape", "8x16", "--new-number", "2.5", "--new-flag"])
     assert (parsed.new_number, parsed.new_flag) == (2.5, True)
 
 

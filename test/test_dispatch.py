@@ -547,10 +547,7 @@ def broken(tmp_path, monkeypatch):
     (tmp_path / "broken_backend_kernels.py").write_text("None.no_such_attribute\n", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     liger.register(make_row(backend="broken", module="broken_backend_kernels"), first=True)
-    return (
-        "broken_backend_kernels failed to import: "
-        "AttributeError: 'NoneType' object has no attribute 'no_such_attribute'"
-    )
+    return "broken_backend_kernels failed to import: AttributeError: 'NoneType' object has no attribute 'no_such_attribute'"
 
 
 def test_E3_broken_import_is_a_reason_and_auto_moves_on(broken):

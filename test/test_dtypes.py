@@ -48,9 +48,7 @@ def test_D1_autocast_takes_any_pair_of_dtypes(flce, bias, accum_dtype, autocast)
     pairs = [(x, w) for x in (F32, BF16, F16) for w in (F32, BF16, F16)]
     for x, w in flce.few(pairs[::-1] if accum_dtype else pairs):
         made = flce.inputs(3, 37, dtype=F32, bias=bias is not None)
-        inputs = Inputs(
-            made.input.to(x), made.target, made.weight.to(w), None if bias is None else made.bias.to(bias)
-        )
+        inputs = Inputs(made.input.to(x), made.target, made.weight.to(w), None if bias is None else made.bias.to(bias))
         leaves = inputs.leaves()
         with torch.autocast(flce.device, autocast):
             value = flce(leaves, accum_dtype=accum_dtype)

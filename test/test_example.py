@@ -158,9 +158,7 @@ def test_answers_of_real_modules_are_the_program(name: str):
     segments = segment_document(source, is_python=True)
     assert joined(segments) == source
 
-    kept = [
-        segment.text if segment.is_answer else "" if segment.text.startswith("#") else "..." for segment in segments
-    ]
+    kept = [segment.text if segment.is_answer else "" if segment.text.startswith("#") else "..." for segment in segments]
     program = "".join(kept)
     assert without_docstrings(ast.parse(program)) == without_docstrings(ast.parse(source))
     tokens = tokenize.generate_tokens(io.StringIO(program).readline)

@@ -169,9 +169,7 @@ def test_a_learned_scale_keeps_its_gradient():
 # What a caller may ask for.
 
 
-@pytest.mark.parametrize(
-    "items", [None, 23, 23.0, torch.tensor(23), torch.tensor([23]), torch.tensor(23.5)], ids=repr
-)
+@pytest.mark.parametrize("items", [None, 23, 23.0, torch.tensor(23), torch.tensor([23]), torch.tensor(23.5)], ids=repr)
 def test_numbers_of_items(llama, items):
     compare(llama, num_items_in_batch=items)
 

@@ -36,7 +36,8 @@ SHARED = {
 OPTIONS = {
     # module: the options it takes, at values that are not the default
     LigerCrossEntropyLoss: SHARED,
-    LigerFusedLinearCrossEntropyLoss: SHARED | {
+    LigerFusedLinearCrossEntropyLoss: SHARED
+    | {
         "accum_dtype": torch.float64,
         "use_token_scaling": True,
         "chunk_size": 2,

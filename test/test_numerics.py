@@ -166,9 +166,7 @@ def test_minus_infinity_takes_a_class_away(ce):
     assert not got.input[:, 40:].any()
     truth, own = ce.expected(inputs, return_predicted_tokens=True)
     assert_within_budget(got.output.loss, truth.outcome.output.loss, own.outcome.output.loss, F32)
-    assert_within_budget(
-        got.input[:, :40], truth.outcome.input, own.outcome.input, F32, magnitude=truth.magnitudes.input
-    )
+    assert_within_budget(got.input[:, :40], truth.outcome.input, own.outcome.input, F32, magnitude=truth.magnitudes.input)
 
 
 def near_36(rows):
@@ -222,9 +220,7 @@ def test_N13_without_hidden_states_the_bias_is_the_logits(flce, reduction):
     inputs = flce.inputs(4, 50, dtype=flce.finest, bias=True)
     inputs.input.zero_()
     got = flce.check(inputs, reduction=reduction)
-    rows = torch.nn.functional.cross_entropy(
-        inputs.bias.double().expand(4, -1), inputs.target, reduction=reduction
-    )
+    rows = torch.nn.functional.cross_entropy(inputs.bias.double().expand(4, -1), inputs.target, reduction=reduction)
     own = torch.nn.functional.cross_entropy(inputs.bias.float().expand(4, -1), inputs.target, reduction=reduction)
     assert_within_budget(got.output.loss, rows, own, flce.finest)
 
@@ -248,9 +244,7 @@ def test_N19_fp16_gradients_survive_the_mean(flce):
     flce.needs(F16)
     rows, vocab = 16384, 4096
     target = torch.zeros(rows, dtype=torch.int64)
-    leaves = flce.tensors(
-        torch.ones(rows, 1, dtype=F16), target, weight=torch.zeros(vocab, 1, dtype=F16)
-    ).leaves("input")
+    leaves = flce.tensors(torch.ones(rows, 1, dtype=F16), target, weight=torch.zeros(vocab, 1, dtype=F16)).leaves("input")
     (flce(leaves) * 65536).backward()
     # Every class but the target gets the same; 16 is what the sum may be rounded to, 65536 / 4096 exactly.
     assert torch.equal(leaves.weight.grad[1:], torch.full_like(leaves.weight.grad[1:], 65536 / vocab))

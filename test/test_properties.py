@@ -146,9 +146,7 @@ def test_rows_of_the_gradient_sum_to_zero(loss):
         got = loss.outcome(drawn.inputs, **drawn.options)
         truth, own = loss.expected(drawn.inputs, **drawn.options)
         name = "bias" if loss.fused else "input"
-        grad, exact, measure, magnitude = (
-            getattr(part, name) for part in (got, truth.outcome, own.outcome, truth.magnitudes)
-        )
+        grad, exact, measure, magnitude = (getattr(part, name) for part in (got, truth.outcome, own.outcome, truth.magnitudes))
         # The sum of the elements' budgets.
         allowed = 2 * own_error(exact, measure, magnitude, loss.finest) * magnitude.sum(-1)
         allowed += torch.finfo(loss.finest).eps * exact.abs().sum(-1)

@@ -15,9 +15,7 @@ def contiguous(inputs):
     def copy(tensor):
         return None if tensor is None else tensor.detach().contiguous().clone()
 
-    return Inputs(
-        copy(inputs.input), copy(inputs.target), copy(inputs.weight), copy(inputs.bias), copy(inputs.class_weight)
-    )
+    return Inputs(copy(inputs.input), copy(inputs.target), copy(inputs.weight), copy(inputs.bias), copy(inputs.class_weight))
 
 
 def check_strided(loss, inputs, **options):

@@ -122,9 +122,7 @@ def poisoned(device):
         torch.use_deterministic_algorithms(True)
     else:
         torch.cuda.empty_cache()
-        blocks = [
-            torch.full((size,), math.nan, device=device) for size in [1 << 7] * 4096 + [1 << 14] * 256 + [1 << 24] * 2
-        ]
+        blocks = [torch.full((size,), math.nan, device=device) for size in [1 << 7] * 4096 + [1 << 14] * 256 + [1 << 24] * 2]
         del blocks
     try:
         assert torch.empty(1 << 22, device=device).isnan().any()
@@ -206,9 +204,7 @@ def torch_curve(device, dtype, autocast):
 @pytest.mark.filterwarnings(r"ignore:\s*Online softmax is disabled")  # of the transformer's attention
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # the first one, of torch's own pool
-@pytest.mark.parametrize(
-    ("autocast", "mode"), [(BF16, "default"), (BF16, "reduce-overhead"), (None, "default")], ids=str
-)
+@pytest.mark.parametrize(("autocast", "mode"), [(BF16, "default"), (BF16, "reduce-overhead"), (None, "default")], ids=str)
 def test_200_compiled_steps_follow_the_eager_ones(loss, fresh_dynamo, autocast, mode):
     """Inductor's body rounds elsewhere than eager's, and CUDA graphs project ignored rows as well.
 
@@ -241,9 +237,7 @@ def test_compiled_equals_eager_in_memory_full_of_nan(loss, fresh_dynamo, backend
     """What the ignored quarter does not compute is zero, not what happened to be there."""
     if loss.interpreted and backend == "inductor":
         pytest.skip("the operator that aot_eager runs")
-    module = module_of(
-        loss, reduction=reduction, return_z_loss=True, lse_square_scale=1e-3, return_predicted_tokens=True
-    )
+    module = module_of(loss, reduction=reduction, return_z_loss=True, lse_square_scale=1e-3, return_predicted_tokens=True)
     compiled = torch.compile(module, fullgraph=True, backend=backend)
     inputs = loss.inputs(4 if loss.interpreted else 16, VOCAB, ignored=0.25)
     results = []
@@ -351,9 +345,7 @@ def test_training_under_autocast_is_as_exact_as_torchs(loss, autocast):
     truth = curve_of(TorchLoss(), None)
     assert truth[-1] < truth[0]
     noise = (curve_of(TorchLoss(), autocast) - truth).abs().max()
-    assert (curve_of(module_of(loss), autocast) - truth).abs().max() <= 2 * noise + loss.rounding(
-        autocast
-    ) * truth.max()
+    assert (curve_of(module_of(loss), autocast) - truth).abs().max() <= 2 * noise + loss.rounding(autocast) * truth.max()
 
 
 def test_N19_under_a_grad_scaler(loss):

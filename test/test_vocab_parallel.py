@@ -290,9 +290,7 @@ def retained(rank, inputs, split, backend, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_retained_graph(loss, world, reduction):
-    for first, second in world.run(
-        "two", retained, inputs_of(loss, 4), Split(BOUNDS["two"]), loss.row.backend, reduction
-    ):
+    for first, second in world.run("two", retained, inputs_of(loss, 4), Split(BOUNDS["two"]), loss.row.backend, reduction):
         assert torch.equal(first, second)
         assert first.any()
 

@@ -41,9 +41,7 @@ class LossCost:
     """Most bytes alive at once beyond the inputs, the gradients included; None where the device cannot tell."""
 
 
-def measure(
-    layers: dict[str, LossLayer], weight: Tensor, hidden: Tensor, targets: Tensor, repeats: int
-) -> dict[str, LossCost]:
+def measure(layers: dict[str, LossLayer], weight: Tensor, hidden: Tensor, targets: Tensor, repeats: int) -> dict[str, LossCost]:
     """Measure each layer on the same inputs, interleaved so that a busy machine slows all of them alike."""
 
     def run(layer: LossLayer) -> None:

@@ -38,9 +38,7 @@ class RowKernels(Protocol):
         """Multiply by a 0-D factor in place; a factor of exactly 1 changes no bit."""
 
 
-LOSS = frozenset(
-    {"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"}
-)
+LOSS = frozenset({"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"})
 EXTRAS = frozenset({"return_z_loss", "return_token_accuracy", "return_predicted_tokens"})
 CROSS_ENTROPY = LOSS | EXTRAS | {"weight"}
 LINEAR = LOSS | EXTRAS | {"ce_weight", "bias", "accum_dtype", "use_token_scaling", "chunk_size"}

@@ -284,14 +284,10 @@ def _report_smaller(n: int, vocab: int, hidden: int, rows: int, smaller: int) ->
 
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
     """Row results; unless backward makes them, the wanted gradients for an upstream gradient of 1; the rows projected."""
-    return within_memory(
-        call, functools.partial(_forward, call, kernels), gradients=call.recipe.gradient_in_forward
-    )
+    return within_memory(call, functools.partial(_forward, call, kernels), gradients=call.recipe.gradient_in_forward)
 
 
-def _forward(
-    call: Call, kernels: RowKernels, plan: Plan
-) -> tuple[RowResults, Gradients | None, Tensor | None]:
+def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, Gradients | None, Tensor | None]:
     inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
     index = labelled_rows(call, plan)
     n = call.rows if index is None else index.shape[0]

@@ -100,9 +100,7 @@ class Explanation:
             else:
                 verdict = "chosen" if backend == self.chosen else "yes"
             lines.append(
-                textwrap.fill(
-                    verdict, 116, initial_indent=f"  {backend:{width}}  ", subsequent_indent=" " * (width + 8)
-                )
+                textwrap.fill(verdict, 116, initial_indent=f"  {backend:{width}}  ", subsequent_indent=" " * (width + 8))
             )
         return "\n".join([*lines, *self.footer()])
 
@@ -231,9 +229,7 @@ def _absent(op: Op, name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return ((name, (f"it has no {op}",)),)
 
 
-def _report_fallback(
-    request: Request, chosen: Implementation, refused: tuple[tuple[str, tuple[str, ...]], ...]
-) -> None:
+def _report_fallback(request: Request, chosen: Implementation, refused: tuple[tuple[str, tuple[str, ...]], ...]) -> None:
     """Say once that a GPU tensor got the PyTorch backend, and why."""
     if chosen.backend != "torch" or request.device.type not in ("cuda", "rocm") or not refused:
         return

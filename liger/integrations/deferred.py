@@ -62,9 +62,7 @@ class _Mode:
         stack = contextlib.ExitStack()
         stack.enter_context(torch.set_grad_enabled(self.grad))
         if now.autocast != self.autocast:
-            stack.enter_context(
-                torch.autocast(tensor.device.type, dtype=self.autocast, enabled=self.autocast is not None)
-            )
+            stack.enter_context(torch.autocast(tensor.device.type, dtype=self.autocast, enabled=self.autocast is not None))
         return stack
 
 

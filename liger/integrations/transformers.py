@@ -39,9 +39,7 @@ _handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.We
 """Of the models that are patched, whose methods keep their handles alive."""
 
 _MISSING = object()
-SHARD_FIX = (
-    "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
-)
+SHARD_FIX = "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
 
 
 @dataclass(frozen=True)

@@ -195,9 +195,7 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def selective_log_softmax(
-    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-) -> Tensor:
+def selective_log_softmax(logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None) -> Tensor:
     """Log-probabilities of `index` (...) under logits (..., V), as `trl.trainer.utils.selective_log_softmax`.
 
     Args:
@@ -211,9 +209,7 @@ def selective_log_softmax(
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     target = index if row_mask is None else index.masked_fill(row_mask == 0, NO_TOKEN)
-    loss = liger_cross_entropy(
-        logits, target, ignore_index=NO_TOKEN, reduction="none", logit_scale=1 / temperature
-    )
+    loss = liger_cross_entropy(logits, target, ignore_index=NO_TOKEN, reduction="none", logit_scale=1 / temperature)
     if not isinstance(loss, Tensor):
         raise TypeError("a loss without extras is one tensor")
     return -loss

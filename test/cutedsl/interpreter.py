@@ -340,5 +340,3 @@ def launch(kernel, arguments, *, grid, threads, cluster=1):
             raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
         leftover = [b for block in together.blocks for b in block.barriers.values() if b.bytes or b.pending != b.count]
         assert not leftover, "a barrier was left in the middle of a phase"
-
-
