@@ -35,7 +35,7 @@ def check_tensors(
     if class_weight is not None:
         named[class_name] = class_weight
     for name, tensor in named.items():
-        _check_tensor(name, tensor)
+        _check_tensor(name, tensor, of_head=tensor is weight or tensor is bias)
         if tensor.device != input.device:
             raise ValueError(f"{name} is on {tensor.device}, input on {input.device}: all tensors must be on one device")
         if tensor.is_meta:
@@ -112,18 +112,21 @@ def _check_sequence_parallel(op: Op, input: Tensor) -> None:
         raise ValueError(f"input must be (tokens, ..., H) with sequence_parallel, got shape {tuple(input.shape)}")
 
 
-def _check_tensor(name: str, tensor: Any) -> None:
+def _check_tensor(name: str, tensor: Any, *, of_head: bool = False) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else tensor.layout
         raise ValueError(f"{name} must be a dense, strided tensor, got a {kind} one")
     if is_dtensor(tensor):
+        what = f"{name} must be a plain torch.Tensor, got a DTensor, which does not tell what it is split for"
+        if not of_head:
+            raise ValueError(f"{what}: {name}.to_local(), with vocab_parallel= where that holds some of the classes only")
         raise ValueError(
-            f"{name} must be a plain torch.Tensor, got a DTensor, which does not tell what it is split for. If each rank "
-            "projects all tokens on its own classes (tensor parallel): vocab_parallel=VocabParallel.from_dtensor(head). If "
-            "ranks have different tokens (FSDP): liger.integrations.fsdp.gather_weight(head), since the gradient of "
-            f"full_tensor() is not reduced. Otherwise {name}.to_local()"
+            f"{what}. If each rank projects all tokens on its own classes (tensor parallel): "
+            "vocab_parallel=VocabParallel.from_dtensor(head). If ranks have different tokens (FSDP): "
+            "liger.integrations.fsdp.gather_weight(head), since the gradient of full_tensor() is not reduced. "
+            f"Otherwise {name}.to_local()"
         )
 
 

@@ -115,6 +115,7 @@ def refusals(rank):
     tokens = distribute_tensor(x, mesh, [Shard(0)])
     return {
         "not stated": said(loss, x, weight, target),
+        "logits": said(liger_cross_entropy, distribute_tensor(x, mesh, [Shard(1)]), target),
         "columns": said(VocabParallel.from_dtensor, columns),
         "replicated": said(loss, x, whole, target, vocab_parallel=split),
         "tokens": said(loss, tokens, weight, target, vocab_parallel=split),
@@ -126,6 +127,7 @@ def refusals(rank):
 
 REFUSALS = {
     "not stated": "VocabParallel.from_dtensor(head). If ranks have different tokens (FSDP): liger.integrations.fsdp",
+    "logits": "input.to_local(), with vocab_parallel= where that holds some of the classes only",
     "columns": "weight must be a DTensor with placements (Shard(dim=0),)",
     "replicated": "weight must be a DTensor with placements (Shard(dim=0),)",
     "tokens": "input must be a DTensor with placements (Replicate(),)",
