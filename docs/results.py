@@ -707,7 +707,7 @@ def cutedsl_rows() -> str:
     for row in rows:
         found.setdefault((row["kernel"], row["vocab"]), {})[row["provider"]] = f"{float(row['ratio_to_floor']):.2f}×"
     lines = [(*key, ratios["cutedsl"], ratios["triton"]) for key, ratios in found.items()]
-    return f"*{rows[0]['made_on']}.*\n\n" + table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
+    return _caption(rows) + table(("kernel", "vocabulary", "CuTe DSL", "Triton"), lines)
 
 
 def cutedsl_facts() -> str:
@@ -731,7 +731,7 @@ def chunk_streams() -> str:
     for row in rows:
         times.setdefault(f"{row['hidden']} × {row['vocab']}, {row['rows']}", {})[row["variant"]] = row["ms"]
     lines = ((shape, *(ms(float(found[variant])) for variant in STREAMS)) for shape, found in times.items())
-    return f"*{rows[0]['made_on']}.*\n\n" + table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
+    return _caption(rows) + table(("hidden × vocabulary, rows", *STREAMS.values()), lines)
 
 
 def clock() -> str:
@@ -775,14 +775,18 @@ def host_time() -> str:
     lines = [(what, *(found.get(name, "") for name in names)) for what, found in times.items()]
     decided = [found for what, found in times.items() if what.endswith(DISPATCH)]
     sums = (f"{name} {sum(float(found[name]) for found in decided):.0f} us" for name in names if name in decided[0])
-    caption = f"*us. {rows[0]['made_on']}.*\n\n"
-    return f"{caption}{table(('what', *names), lines)}\nCheck, request and choice together: {', '.join(sums)}.\n"
+    return f"{_caption(rows, 'us')}{table(('what', *names), lines)}\nCheck, request and choice together: {', '.join(sums)}.\n"
+
+
+def _caption(rows: Sequence[Row], unit: str = "") -> str:
+    """What noted rows were measured on, and in what."""
+    return f"*{unit and unit + '. '}{rows[0]['made_on']}.*\n\n"
 
 
 def _noted(name: str) -> str:
     rows = read(NOTED / f"{name}.csv")
     names = [name for name in rows[0] if name != "made_on"]
-    return f"*{rows[0]['made_on']}.*\n\n" + table(names, ([row[name] for name in names] for row in rows))
+    return _caption(rows) + table(names, ([row[name] for name in names] for row in rows))
 
 
 WATCHED = {

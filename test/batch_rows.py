@@ -7,28 +7,25 @@ choose another kernel, with another order of sums, for another number of rows: h
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
+import records
 import torch
 from torch import Tensor
 
 import liger
 import liger.backends  # fills the table
 from liger.dispatch import OPS, Implementation, Request, device_info, table
-from liger.dispatch.capability import installed_version
 from liger.testing import Inputs, make_inputs
 
 SIZES = {"cuda": (1, 2, 16, 100, 1024, 4096), "cpu": (1, 2, 16, 33)}
 """Numbers of rows; each is compared with all rows of `SHAPES`."""
 SHAPES = {"cuda": ((8192, 32000, 2048), (8192, 128256, 4096)), "cpu": ((64, 1000, 32),)}
 """(N, V, H)"""
-PACKAGES = ("triton", "nvidia-cutlass-dsl")
 
 
 class Line(NamedTuple):
@@ -91,8 +88,6 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--out", type=Path, help="write a line per backend, shape and number of rows to this CSV file")
     given = parser.parse_args()
-    gpu = torch.cuda.get_device_name(given.device) if given.device.type == "cuda" else ""
-    made_on = (gpu, torch.__version__, *(installed_version(name) or "" for name in PACKAGES), date.today().isoformat())
     found = []
     for line in lines(given.device, getattr(torch, given.dtype)):
         found.append(line)
@@ -103,10 +98,7 @@ def main() -> int:
             flush=True,
         )
     if given.out is not None:
-        with given.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow((*Line._fields, "gpu", "torch", *PACKAGES, "date"))
-            writer.writerows((*line, *made_on) for line in found)
+        records.write(given.out, Line._fields, found, given.device)
     return 0
 
 

@@ -7,7 +7,6 @@ combination that may compile something; after it nothing that is watched may gro
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import random
@@ -17,16 +16,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import records
 import torch
 
 import liger
 import liger.backends  # fills the table
 from liger.dispatch import OPS, Implementation, Request, device_info, registry, table
-from liger.dispatch.capability import installed_version
 from liger.testing import Inputs, make_inputs
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -367,17 +365,6 @@ def run(calls: int, device: torch.device, seed: int) -> Iterator[Sample]:
                 gc.freeze()  # modules and what else is there for good: to look at it every time would take most of the time
 
 
-def write(path: Path, samples: list[Sample], device: torch.device) -> None:
-    """A line per sample, with what it was made on."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    packages = ("triton", "nvidia-cutlass-dsl")
-    made_on = (gpu, torch.__version__, *(installed_version(name) or "" for name in packages), date.today().isoformat())
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow((*Sample._fields, "gpu", "torch", *packages, "date"))
-        writer.writerows((*one, *made_on) for one in samples)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=20000, help="how many (20000)")
@@ -392,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
         samples.append(found)
         print(" ".join(f"{value:12}" for value in found), flush=True)
     if given.out is not None:
-        write(given.out, samples, given.device)
+        records.write(given.out, Sample._fields, samples, given.device)
     grown = growths(samples)
     print("\n".join(grown) or f"{given.calls} calls, and nothing grew")
     return bool(grown)

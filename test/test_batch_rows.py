@@ -42,7 +42,7 @@ def test_rows_are_compared(tmp_path, results):
 
 
 def test_differences_are_shown(tmp_path, results):
-    columns = (*batch_rows.Line._fields, "gpu", "torch", *batch_rows.PACKAGES, "date")
+    columns = (*batch_rows.Line._fields, "gpu", "torch", "triton", "nvidia-cutlass-dsl", "date")
     line = batch_rows.Line("cross_entropy", "torch", "bfloat16", 9, 5, 8, 4, 3, 2, 1e-6, 2e-3)
     note(tmp_path / "batch_rows_h200.csv", columns, (*line, "GPU", "2", "3", "", "today"))
     text = results.batch_rows()

@@ -104,12 +104,7 @@ def _cutedsl(op: Op, options: frozenset[str]) -> Implementation:
         packages=(CUTEDSL,),
         rule=_bulk_copies,
     )
-    return Implementation(
-        op=op,
-        backend="cutedsl",
-        module="liger.backends.cutedsl",
-        capability=capability,
-    )
+    return Implementation(op=op, backend="cutedsl", module="liger.backends.cutedsl", capability=capability)
 
 
 def _triton(op: Op, options: frozenset[str]) -> Implementation:

@@ -178,7 +178,7 @@ def plan_for(call: Call, chunk_size: int | None = None) -> Plan:
     """The plan of a call; with `chunk_size`, as if the caller had given that."""
     weight, split = _present(call.weight), call.options.vocab_parallel
     return make_plan(
-        (call.rows, call.vocab, call.input.shape[1]),
+        _shape(call),
         call.input.device.type,
         call.recipe.logits_dtype,
         weight_dtype=weight.dtype,
@@ -212,7 +212,7 @@ def within_memory(call: Call, run: Callable[[Plan], Made], *, gradients: bool) -
         if smaller is None:
             failure.args = (f"{failure}\n{_what_it_needs(call, plan, gradients)}",)
             raise failure
-        _report_smaller(plan.rows, call.vocab, call.input.shape[1], plan.chunk_rows, smaller.chunk_rows)
+        _report_smaller(_shape(call), plan.chunk_rows, smaller.chunk_rows)
         plan = smaller
 
 
@@ -236,6 +236,11 @@ def _smaller(call: Call, plan: Plan, gradients: bool) -> Plan | None:
     return None
 
 
+def _shape(call: Call) -> tuple[int, int, int]:
+    """(N, V, H)"""
+    return call.rows, call.vocab, call.input.shape[1]
+
+
 def _made(call: Call, gradients: bool) -> tuple[bool, bool]:
     needs = call.recipe.needs
     return gradients and needs.input, gradients and needs.weight
@@ -256,14 +261,13 @@ def _what_it_needs(call: Call, plan: Plan, gradients: bool) -> str:
         (plan.weight_bytes * weight, f"the gradient of weight, summed in {accum}"),
         (plan.cast_bytes * weight, "that sum in weight's dtype, after the logits are gone"),
     )
-    shape = (plan.rows, call.vocab, call.input.shape[1])
     listed = "; ".join(f"{size} for {what}" for size, what in parts if size)
     if call.options.chunk_size is not None:
         advice = "a smaller chunk_size, or none, makes the logits smaller"
     else:
         advice = "smaller chunks would not need less"
     return (
-        f"fused_linear_cross_entropy with (N, V, H) = {shape} needs {_needed(call, plan, gradients)} bytes beyond its "
+        f"fused_linear_cross_entropy with (N, V, H) = {_shape(call)} needs {_needed(call, plan, gradients)} bytes beyond its "
         f"arguments and the products' workspace: {listed}. {advice}"
     )
 
@@ -271,14 +275,14 @@ def _what_it_needs(call: Call, plan: Plan, gradients: bool) -> str:
 _reported: set[tuple[int, int]] = set()
 
 
-def _report_smaller(n: int, vocab: int, hidden: int, rows: int, smaller: int) -> None:
+def _report_smaller(shape: tuple[int, int, int], rows: int, smaller: int) -> None:
     """Say once for a head that its chunks are smaller than planned."""
-    if (vocab, hidden) not in _reported:
-        _reported.add((vocab, hidden))
+    if shape[1:] not in _reported:
+        _reported.add(shape[1:])
         logger.warning(
-            "fused_linear_cross_entropy with (N, V, H) = (%s, %s, %s) ran out of memory with chunks of %s rows and goes on "
-            "with %s; chunk_size=%s saves the attempt",
-            *(n, vocab, hidden, rows, smaller, smaller),
+            "fused_linear_cross_entropy with (N, V, H) = %s ran out of memory with chunks of %s rows and goes on with %s; "
+            "chunk_size=%s saves the attempt",
+            *(shape, rows, smaller, smaller),
         )
 
 

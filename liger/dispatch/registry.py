@@ -186,7 +186,7 @@ def resolve(request: Request, backend: str | None = None) -> Implementation:
     if chosen is None:
         name, source = _asked_for(backend)
         refused: list[tuple[str, tuple[str, ...]]] = []
-        for row in _candidates(request, name):
+        for row in _candidates(request.op, name):
             reasons = row.reasons(request)
             if not reasons:
                 chosen = row
@@ -206,7 +206,7 @@ def explain_request(request: Request, backend: str | None = None) -> Explanation
     """Every candidate row with its reasons, and which one `resolve` would return (without the plan)."""
     check_backend(backend)
     name, source = _asked_for(backend)
-    verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request, name))
+    verdicts = tuple((row.backend, row.reasons(request)) for row in _candidates(request.op, name))
     chosen = next((fitting for fitting, reasons in verdicts if not reasons), None)
     return Explanation(request, verdicts or _absent(request.op, name), chosen, source)
 
@@ -220,8 +220,8 @@ def _asked_for(backend: str | None) -> tuple[str, str]:
     return ("auto", "auto") if name in AUTO else (name, "environment")
 
 
-def _candidates(request: Request, name: str) -> tuple[Implementation, ...]:
-    return tuple(row for row in table(request.op) if name in ("auto", row.backend))
+def _candidates(op: Op, name: str) -> tuple[Implementation, ...]:
+    return tuple(row for row in table(op) if name in ("auto", row.backend))
 
 
 def _absent(op: Op, name: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
