@@ -324,7 +324,7 @@ SPLIT_VOCABULARY = tuple(
         ("subtract a one-hot on every rank", SPEC, "torch.where(here, -b, 0)[:, None]", "-b[:, None]"),
         ("smooth over a rank's part", "liger/call.py", "vocab=split.vocab_size)", "vocab=split.classes or 1)"),
         ("keep a rank's part of dx", PARTS, "work = dist.all_reduce(total,", "work = dist.all_reduce(total.clone(),"),
-        ("plan by a rank's part", LINEAR, "(call.rows, call.vocab, ", "(call.rows, weight.shape[0], "),
+        ("plan by a rank's part", LINEAR, "make_plan(\n        _shape(call),", "make_plan((call.rows, *weight.shape),"),
         ("gather tokens twice", PARTS, "return self.gather(tensor).view", "return self.gather(self.gather(tensor)[0]).view"),
         ("sum FSDP's gradients", "liger/integrations/fsdp.py", "gradient / ranks)", "gradient)"),
     )
