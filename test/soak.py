@@ -348,6 +348,8 @@ def run(calls: int, device: torch.device, seed: int) -> Iterator[Sample]:
     for chosen in every:  # traced for the first N, then for all others
         for rows in ROWS[:3] if chosen.use == "compiled" else ():
             soak.use(chosen, rows)
+    for chosen in bigs:
+        soak.use(chosen, *soak.big)
     soak.draw.shuffle(waiting)
     for number in range(1, calls + 1):
         warm = number <= warm_up

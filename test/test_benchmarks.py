@@ -375,9 +375,9 @@ def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch
     runs, projected, project = [], [], linear.linear.project
     causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
 
-    def watched(call, plan, index, *rest):
+    def watched(call, plan, index):
         projected.append(call.rows if index is None else len(index))
-        project(call, plan, index, *rest)
+        return project(call, plan, index)
 
     monkeypatch.setattr(linear.linear, "project", watched)
     batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))

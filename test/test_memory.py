@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from liger.backends import linear
 from liger.call import Call, Needs, Recipe
 from liger.options import CrossEntropyOptions
-from liger.testing import collect
+from liger.testing import Inputs, collect
 
 ROWS, V, H = 64, 40, 2
 ROW_BYTES = V * 4  # float32, which a CPU projects in
@@ -177,12 +177,16 @@ def test_nothing_of_a_failed_run_lives_on(flce, small_steps):
             super().__init__(*args)
             made.append(weakref.ref(self))
 
+        def add(self, chunk):
+            made.append(weakref.ref(chunk.logits))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "GradientSums", Sums)
         with pytest.raises(torch.OutOfMemoryError) as raised:
-            outcome_within(4 * ROW_BYTES - 1, flce, inputs)
-    assert len(made) == 5
+            flce(inputs.leaves())
+    assert len(made) == 2 * 5
     assert not any(alive)
     assert raised.value.__context__ is None
     assert not any(reference() for reference in made)
@@ -245,18 +249,22 @@ def large_inputs(subject):
     """After a first call, so that kernels are loaded and products have their workspaces, on both streams."""
     if subject.device != "cuda":
         pytest.skip("fills a GPU")
+    gc.collect()  # an earlier test's error holds its frames
     n, vocab, hidden = LARGE
-    inputs = subject.inputs(n, vocab, hidden, dtype=torch.bfloat16, ignored=0.1)
-    subject.outcome(inputs.rows(torch.arange(4096, device="cuda")), reduction="none")
-    return inputs
+    made = subject.inputs(n, vocab, hidden, dtype=torch.bfloat16, ignored=0.1)
+    subject.outcome(made.rows(torch.arange(4096, device="cuda")), reduction="none")
+    host = [tensor.cpu() for tensor in (made.input, made.target, made.weight)]
+    del made
+    torch.cuda.empty_cache()
+    return Inputs(*(tensor.cuda() for tensor in host))  # in blocks of their own: no gap beside them is free as well
 
 
 def outcome_and_rows(flce, inputs, **options):
     """(outcome, rows a chunk in each pass that ran through)"""
     leaves, project, rows = inputs.leaves(*options.pop("frozen", ())), linear.project, []
 
-    def watched(call, plan, *rest):
-        project(call, plan, *rest)
+    def watched(call, plan, index):
+        yield from project(call, plan, index)
         rows.append(plan.chunk_rows)
 
     size = options.pop("free")
@@ -309,6 +317,7 @@ def test_given_logits_on_a_nearly_full_gpu(ce):
     inputs = ce.inputs(4096, 128256, dtype=torch.bfloat16)
     leaves = inputs.leaves()
     ce.outcome(inputs)
+    gc.collect()  # an earlier test's error holds its frames
     used = torch.cuda.memory_allocated()
     with free(GIB // 2), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         ce(leaves)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -292,19 +293,19 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
 
 
 def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, Gradients | None, Tensor | None]:
-    inputs = call.row_inputs()  # launched before the host waits for the count, so that the device has work meanwhile
+    inputs = call.row_inputs()  # launched before the host waits for the count
     index = labelled_rows(call, plan)
+    chunks = project(call, plan, index)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
     results = RowResults.empty(n, slab_like, call.options, keep_lse=call.recipe.gradient_in_backward)
     gradients = GradientSums(call, plan, index) if call.recipe.gradient_in_forward else None
-
-    def rows(logits: Tensor, span: slice) -> None:
-        grad = None if gradients is None else logits
-        kernels.rows(logits, inputs.select(span), results.narrow(span), grad)
-
-    project(call, plan, index, rows, gradients)
+    for chunk in chunks:
+        grad = None if gradients is None else chunk.logits
+        kernels.rows(chunk.logits, inputs.select(chunk.span), results.narrow(chunk.span), grad)
+        if gradients is not None:
+            gradients.add(chunk)
     if index is not None:
         results = results.scatter(index, call.rows)
     return results, None if gradients is None else gradients.finish(), index
@@ -320,25 +321,36 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
 
     def run(plan: Plan) -> Gradients:
+        chunks = project(call, plan, index)
         gradients = GradientSums(call, plan, index)
-
-        def rows(logits: Tensor, span: slice) -> None:
-            kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
-
-        project(call, plan, index, rows, gradients)
+        for chunk in chunks:
+            span = chunk.span
+            kernels.row_grad(chunk.logits, inputs.select(span), lse[:, span], grad_loss[span], chunk.logits)
+            gradients.add(chunk)
         return gradients.finish()
 
     return within_memory(call, run, gradients=True)
 
 
-def project(
-    call: Call,
-    plan: Plan,
-    index: Tensor | None,
-    rows: Callable[[Tensor, slice], None],
-    gradients: GradientSums | None,
-) -> None:
-    """Run `rows` on the logits of each chunk in turn and, with `gradients`, add what it turned them into."""
+class Chunk(NamedTuple):
+    """Some of the rows that are projected."""
+
+    span: slice
+    """Which of them."""
+    input: Tensor
+    """(n, H) in the GEMM's dtype. Its storage may be overwritten if the rows were gathered."""
+    weight: Tensor
+    """(V, H) of the head, in the GEMM's dtype."""
+    logits: Tensor
+    """(n, V); their gradient may overwrite them."""
+    last: bool
+
+
+def project(call: Call, plan: Plan, index: Tensor | None) -> Iterator[Chunk]:
+    """Chunk after chunk of the rows in `index`, None for all. Their logits share one slab: the next overwrite the last.
+
+    The first product is launched at once, so that the device has work while the caller allocates the rest.
+    """
     x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
     if split is not None and split.sequence_parallel:
         x = split.gather_tokens(x)
@@ -346,24 +358,25 @@ def project(
     bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
     spans = list(plan.spans(call.rows if index is None else index.shape[0]))
     if not spans:
-        return
+        return iter(())
     longest = max(span.stop - span.start for span in spans)
     slab = x.new_empty((longest, weight.shape[0]), dtype=plan.gemm_dtype)
     gathered = None if index is None else x.new_empty((longest, x.shape[1]))
-    for span in spans:
+
+    def projected(span: slice) -> Chunk:
         size = span.stop - span.start
         if index is None or gathered is None:
-            chunk = x[span]
+            rows = x[span]
         else:
-            chunk = torch.index_select(x, 0, index[span], out=gathered[:size])
-        chunk, logits = chunk.to(plan.gemm_dtype), slab[:size]
+            rows = torch.index_select(x, 0, index[span], out=gathered[:size])
+        rows, logits = rows.to(plan.gemm_dtype), slab[:size]
         if bias is None:
-            torch.mm(chunk, weight.t(), out=logits)
+            torch.mm(rows, weight.t(), out=logits)
         else:
-            torch.addmm(bias, chunk, weight.t(), out=logits)
-        rows(logits, span)
-        if gradients is not None:
-            gradients.add(logits, chunk, weight, span, last=span is spans[-1])
+            torch.addmm(bias, rows, weight.t(), out=logits)
+        return Chunk(span, rows, weight, logits, last=span is spans[-1])
+
+    return itertools.chain((projected(spans[0]),), map(projected, spans[1:]))
 
 
 class GradientSums:
@@ -384,32 +397,33 @@ class GradientSums:
         self.weight_dtype = weight.dtype
         self.bias_dtype = None if call.bias is None else call.bias.dtype
 
-    def add(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
-        """Add a chunk: `grad` (n, V) of its logits, `chunk` (n, H) its input (whose storage may be overwritten if gathered)."""
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk whose logits their gradient has overwritten."""
         if self.bias is not None:
-            self.bias[: self.classes] += grad.sum(0, dtype=self.bias.dtype)
+            self.bias[: self.classes] += chunk.logits.sum(0, dtype=self.bias.dtype)
         if self.parts is not None:  # first and alone, so that the ranks sum it while the weight's product runs
-            self.parts.add(grad, weight, span, last=last)
-            self._add_weight(grad, chunk)
+            self.parts.add(chunk)
+            self._add_weight(chunk)
         elif self.input is None or self.weight is None or self.index is not None:
-            self._add_weight(grad, chunk)
-            self._add_input(grad, chunk, weight, span)
+            self._add_weight(chunk)
+            self._add_input(chunk)
         else:
-            with _side_stream(grad, chunk) as side:
-                self._add_input(grad, chunk, weight, span)
+            with _side_stream(chunk) as side:
+                self._add_input(chunk)
                 with side:
-                    self._add_weight(grad, chunk)
+                    self._add_weight(chunk)
         self.started = True
 
-    def _add_weight(self, grad: Tensor, chunk: Tensor) -> None:
+    def _add_weight(self, chunk: Chunk) -> None:
         if self.weight is not None:
-            _accumulate(self.weight[: self.classes], grad.t(), chunk, first=not self.started)
+            _accumulate(self.weight[: self.classes], chunk.logits.t(), chunk.input, first=not self.started)
 
-    def _add_input(self, grad: Tensor, chunk: Tensor, weight: Tensor, span: slice) -> None:
+    def _add_input(self, chunk: Chunk) -> None:
         if self.input is None:
             return
-        if self.index is not None:  # the gathered chunk is no longer needed: reuse its storage
-            rows = torch.mm(grad, weight, out=chunk)
+        grad, weight, span = chunk.logits, chunk.weight, chunk.span
+        if self.index is not None:  # the gathered rows are no longer needed: reuse their storage
+            rows = torch.mm(grad, weight, out=chunk.input)
             self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))
         elif self.input.dtype == grad.dtype:
             torch.mm(grad, weight, out=self.input[span])
@@ -442,15 +456,16 @@ class _InputParts:
         self.part = new((n, self.like.shape[1]), dtype=plan.sum_dtype)
         self.total: Callable[[], Tensor] | None = None
 
-    def add(self, grad: Tensor, weight: Tensor, span: slice, *, last: bool) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Add a chunk, as `GradientSums` does."""
+        grad, weight, span = chunk.logits, chunk.weight, chunk.span
         if self.index is not None and self.everywhere:
             rows = self.part.new_empty((grad.shape[0], weight.shape[1]))
             _accumulate(rows, grad, weight, first=True)
             self.part.index_copy_(0, self.index[span], rows)
         else:
             _accumulate(self.part[span], grad, weight, first=True)
-        if last:
+        if chunk.last:
             self.total = self.split.start_sum(self.part)
 
     def finish(self) -> Tensor:
@@ -478,18 +493,19 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
 
 
 @contextlib.contextmanager
-def _side_stream(grad: Tensor, chunk: Tensor) -> Iterator[contextlib.AbstractContextManager[Any]]:
+def _side_stream(chunk: Chunk) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Gives a context whose kernels may run beside those launched outside it; both begin after, and end before, all others.
 
     The two products of a chunk's gradients fill each other's last wave of tiles: 1 to 2 % of a step at 4096 rows (one H200,
     2026-11-29). One stream for each device, because cuBLAS keeps a workspace for each; none while a graph is captured,
     which must not share a stream with other threads.
     """
-    products = 2 * grad.shape[0] * grad.shape[1] * chunk.shape[1]
+    grad, device = chunk.logits, chunk.logits.device
+    products = 2 * grad.shape[0] * grad.shape[1] * chunk.input.shape[1]
     if not grad.is_cuda or products < OVERLAPPED_FLOP or torch.cuda.is_current_stream_capturing():
         yield contextlib.nullcontext()
         return
-    current, side = torch.cuda.current_stream(grad.device), _stream_of(grad.device)
+    current, side = torch.cuda.current_stream(device), _stream_of(device)
     side.wait_stream(current)
     try:
         yield torch.cuda.stream(side)
@@ -512,8 +528,9 @@ def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     plan = plan or plan_for(call)
     if not may_wait(call.input):
         return None
-    index = (call.target != call.options.ignore_index).nonzero()[:, 0]
-    return index if plan.skips(index.shape[0]) else None
+    labelled = call.target != call.options.ignore_index
+    count = int(labelled.sum())
+    return torch.nonzero_static(labelled, size=count)[:, 0] if plan.skips(count) else None
 
 
 def _classes(call: Call) -> int:

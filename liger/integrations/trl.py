@@ -118,20 +118,22 @@ class _Statistics(torch.autograd.Function):
         lse = _lse(results)
         wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
 
-        def rows(logits: Tensor, span: slice) -> None:
-            kernels.rows(logits, inputs.select(span), results.narrow(span), None)
-            for block in _blocks(logits) if wanted else ():
-                there = slice(span.start + block.start, span.start + block.stop)
-                s, log_p = _log_probabilities(logits[block], inputs, lse[:, there])
-                if "entropy" in wanted:
-                    wanted["entropy"][there] = torch.special.entr(log_p.exp()).sum(-1)
-                if "log_sum_sq_probs" in wanted:
-                    wanted["log_sum_sq_probs"][there] = torch.logsumexp(2 * log_p, -1)
-                if "mean_logits" in wanted:
-                    wanted["mean_logits"][there] = s.mean(-1)
+        def run(plan: linear.Plan) -> None:
+            for chunk in linear.project(call, plan, None):
+                logits, span = chunk.logits, chunk.span
+                kernels.rows(logits, inputs.select(span), results.narrow(span), None)
+                for block in _blocks(logits) if wanted else ():
+                    there = slice(span.start + block.start, span.start + block.stop)
+                    s, log_p = _log_probabilities(logits[block], inputs, lse[:, there])
+                    if "entropy" in wanted:
+                        wanted["entropy"][there] = torch.special.entr(log_p.exp()).sum(-1)
+                    if "log_sum_sq_probs" in wanted:
+                        wanted["log_sum_sq_probs"][there] = torch.logsumexp(2 * log_p, -1)
+                    if "mean_logits" in wanted:
+                        wanted["mean_logits"][there] = s.mean(-1)
 
         with without_autocast(hidden):
-            linear.within_memory(call, lambda plan: linear.project(call, plan, None, rows, None), gradients=False)
+            linear.within_memory(call, run, gradients=False)
         top = None if results.predicted is None else results.predicted == call.target
         entropy, squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[:3])
         ctx.mark_non_differentiable(*(part for part in (squares, means, top) if part is not None))
@@ -149,7 +151,7 @@ class _Statistics(torch.autograd.Function):
         kernels, inputs = ctx.implementation.kernels(), call.row_inputs()
         upstream = lse.new_zeros(call.rows) if grad_log_probs is None else -grad_log_probs.to(lse.dtype)
 
-        def rows(logits: Tensor, span: slice) -> None:
+        def write_gradient(logits: Tensor, span: slice) -> None:
             if grad_entropy is None:
                 kernels.row_grad(logits, inputs.select(span), lse[:, span], upstream[span], logits)
                 return
@@ -168,8 +170,11 @@ class _Statistics(torch.autograd.Function):
                 part.copy_(total.add_(slope))
 
         def run(plan: linear.Plan) -> Gradients:
+            chunks = linear.project(call, plan, None)
             gradients = linear.GradientSums(call, plan, None)
-            linear.project(call, plan, None, rows, gradients)
+            for chunk in chunks:
+                write_gradient(chunk.logits, chunk.span)
+                gradients.add(chunk)
             return gradients.finish()
 
         with without_autocast(input):

@@ -268,6 +268,7 @@ def load_kernels():
         AddressSpace=types.SimpleNamespace(gmem="global"),
         make_ptr=lambda dtype, address, space, assumed_align: Pointer(dtype, address).align(assumed_align),
         make_layout=_same,
+        recast_ptr=lambda pointer, dtype: Pointer(dtype, pointer.offset, pointer.block),
         make_tensor=lambda pointer, size: Tensor(size, pointer.dtype, pointer),
         make_rmem_tensor=Tensor,
         autovec_copy=lambda source, destination: destination.store(source.load()),

@@ -298,7 +298,7 @@ class RowKernel:
                 arch.mbarrier_init(full + i, 1)
                 arch.mbarrier_init(empty + i, layout.warps)
             for i in cutlass.range_constexpr(buffers):
-                arch.mbarrier_init(arrived + i, 1)
+                arch.mbarrier_init(arrived + i, 1 if layout.cluster > 1 else layout.warps)
             arch.mbarrier_init_fence()
         self._sync_cluster()
 
@@ -599,14 +599,19 @@ class RowKernel:
         m, sum_exp, weighted, weight, best = self._combine_warp(m, sum_exp, weighted, weight, best)
         buffer = p.entries + (exchanges & 1) * (self.entries * self.entry_words)
         barrier = p.arrived + (exchanges & 1)
-        if p.thread == 0:
-            arch.mbarrier_arrive_and_expect_tx(barrier, self.entries * self.entry_words * 4)
-        if p.lane < layout.cluster:  # a lane for each block
-            mine = (buffer + (p.rank * layout.warps + p.warp) * self.entry_words).align(VECTOR_BYTES)
-            arch.store_async_dsmem(mine, (bits(m), bits(sum_exp), bits(target_logit), bits(weighted)), barrier, p.lane)
-            if const_expr(self.wide):
-                half = (mine + 4).align(VECTOR_BYTES)
-                arch.store_async_dsmem(half, (bits(weight), best, Int32(0), Int32(0)), barrier, p.lane)
+        mine = (buffer + (p.rank * layout.warps + p.warp) * self.entry_words).align(VECTOR_BYTES)
+        halves = [(bits(m), bits(sum_exp), bits(target_logit), bits(weighted)), (bits(weight), best, Int32(0), Int32(0))]
+        if const_expr(layout.cluster > 1):
+            if p.thread == 0:
+                arch.mbarrier_arrive_and_expect_tx(barrier, self.entries * self.entry_words * 4)
+            if p.lane < layout.cluster:  # a lane for each block
+                for i in cutlass.range_constexpr(self.entry_words // 4):
+                    arch.store_async_dsmem((mine + 4 * i).align(VECTOR_BYTES), halves[i], barrier, p.lane)
+        else:  # a block alone has no cluster to send through
+            if p.lane == 0:
+                for i in cutlass.range_constexpr(self.entry_words):
+                    (cute.recast_ptr(mine, dtype=Int32) + i).store(halves[i // 4][i % 4])
+                arch.mbarrier_arrive(barrier)
         arch.mbarrier_wait(barrier, (exchanges >> 1) & 1)
         m, sum_exp, weighted, weight = Float32(LOWEST), Float32(0.0), Float32(0.0), Float32(0.0)
         target_logit, best = Float32(-math.inf), Int32(NONE)
