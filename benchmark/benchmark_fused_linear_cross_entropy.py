@@ -21,7 +21,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -570,7 +570,11 @@ def show_jobs(backend: str) -> list[Job]:
 def jobs(arguments: argparse.Namespace) -> list[Job]:
     """What the command line asks for."""
     if arguments.show is not None:
-        return [job for job in show_jobs(arguments.backend) if not arguments.show or job.name in arguments.show]
+        wanted = [job for job in show_jobs(arguments.backend) if not arguments.show or job.name in arguments.show]
+        if arguments.providers is None:
+            return wanted
+        some = [[p for p in job.providers if p.name in arguments.providers or p.chunk_size] for job in wanted]
+        return [replace(job, providers=providers) for job, providers in zip(wanted, some, strict=True)]
     known = linear_cross_entropy_providers()
     sweep = [chunked_provider(arguments.backend, size) for size in arguments.chunk_size]
     named = arguments.providers or ([f"liger_{arguments.backend}"] if sweep else None)
@@ -621,7 +625,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--reduction", nargs="+", choices=("mean", "sum", "none"), default=["mean"])
     top.add_argument("--frozen-head", action="store_true", help="the head needs no gradient, as in LoRA")
     top.add_argument("--no-grad", action="store_true", help="the loss alone")
-    names = f"of {', '.join(known)}; default: all but liger_torch"
+    names = f"of {', '.join(known)}; default: all but liger_torch, with --show all of a set"
     top.add_argument("--providers", nargs="+", choices=known, metavar="NAME", help=names)
     top.add_argument("--chunk-size", nargs="+", type=int, default=[], help="of ours, against the plan's choice")
     top.add_argument("--backend", default="triton", help="of ours in sweeps, errors and checks (default: triton)")

@@ -114,7 +114,10 @@ AROUND_IT = (
     Mutant("hand out what is saved", AUTOGRAD, "    if retained:\n        saved = _copies(saved)\n", ""),
     Mutant("allow a second derivative", AUTOGRAD, "if torch.is_grad_enabled():", "if False:"),
     Mutant("keep only the last chunk", LINEAR, "first=not self.started)", "first=True)"),
-    Mutant("never skip a row", LINEAR, "return index if plan.skips(index.shape[0]) else None", "return None"),
+    Mutant("never skip a row", LINEAR, "if not plan.skips(count):", "if True:"),
+    Mutant("take other rows for the first", LINEAR, "ahead if index is not None or last == ahead - 1 else 0", "ahead"),
+    Mutant("lose what was projected ahead", LINEAR, "slab[: self.done] = self.slab[: self.done]", "pass"),
+    Mutant("project again what is done", LINEAR, "rows[self.done :], logits[self.done :]", "rows, logits"),
     Mutant(
         "forget to scatter",
         LINEAR,

@@ -177,6 +177,14 @@ def test_unknown_shape(text, capsys):
     assert "neither HxV" in capsys.readouterr().err
 
 
+def test_show_can_leave_providers_out():
+    """Chunk sizes, which are compared with each other, stay."""
+    arguments = linear.parser().parse_args(["--show", "settings", "chunk sizes", "--providers", "liger_triton", "torch"])
+    settings, chunks = linear.jobs(arguments)
+    assert [provider.name for provider in settings.providers] == ["liger_triton", "torch"]
+    assert [provider.name for provider in chunks.providers][:2] == ["liger_triton", "liger_triton_chunk2048"]
+
+
 def test_show_covers_the_published_shapes():
     first, *_, few, many = linear.show_jobs("triton")
     assert [(shape.hidden, shape.vocab) for shape in first.shapes] == [
@@ -372,14 +380,14 @@ def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     causal = model.get_base_model() if lora else model
     assert causal.config._attn_implementation == "sdpa"
-    runs, projected, project = [], [], linear.linear.project
+    runs, projected, chunks = [], [], linear.linear.Projection.chunks
     causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
 
-    def watched(call, plan, index):
-        projected.append(call.rows if index is None else len(index))
-        return project(call, plan, index)
+    def watched(projection, index):
+        projected.append(projection.call.rows if index is None else len(index))
+        return chunks(projection, index)
 
-    monkeypatch.setattr(linear.linear, "project", watched)
+    monkeypatch.setattr(linear.linear.Projection, "chunks", watched)
     batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
     for loss in ("liger", "liger_all_rows"):
         tiny_models.prepare(model, batch, tiny_models.LOSSES[loss]())()

@@ -261,15 +261,15 @@ def large_inputs(subject):
 
 def outcome_and_rows(flce, inputs, **options):
     """(outcome, rows a chunk in each pass that ran through)"""
-    leaves, project, rows = inputs.leaves(*options.pop("frozen", ())), linear.project, []
+    leaves, chunks, rows = inputs.leaves(*options.pop("frozen", ())), linear.Projection.chunks, []
 
-    def watched(call, plan, index):
-        yield from project(call, plan, index)
-        rows.append(plan.chunk_rows)
+    def watched(projection, index):
+        yield from chunks(projection, index)
+        rows.append(projection.plan.chunk_rows)
 
     size = options.pop("free")
     with pytest.MonkeyPatch.context() as patch, free(size):
-        patch.setattr(linear, "project", watched)
+        patch.setattr(linear.Projection, "chunks", watched)
         return collect(flce(leaves, **options), leaves), rows
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -40,6 +41,9 @@ FEW_CHUNKS = 4
 (measured as above, benchmark/data/fused_linear_cross_entropy_h200.csv; sqrt((k + 1) / 2) predicts 1.22 and 1.58)."""
 OVERLAPPED_FLOP = 1e11
 """From here, about 0.15 ms on an H200, two products are worth a second stream."""
+AHEAD_FLOP = 3e11
+"""Projected before the host knows how many rows are labelled, about 0.5 ms on an H200: after it has waited for all of a step's
+forward pass, the host needs as long to launch the next product (measured there, 2026-11-30)."""
 SKIP_FRACTION = 1 / 16
 """Share of ignored rows from which gathering the others costs less than projecting all."""
 MIB = 1 << 20
@@ -293,9 +297,10 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
 
 
 def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, Gradients | None, Tensor | None]:
-    inputs = call.row_inputs()  # launched before the host waits for the count
-    index = labelled_rows(call, plan)
-    chunks = project(call, plan, index)
+    inputs = call.row_inputs()
+    projection = Projection(call, plan)
+    index = projection.labelled_rows()
+    chunks = projection.chunks(index)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
@@ -321,7 +326,7 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
 
     def run(plan: Plan) -> Gradients:
-        chunks = project(call, plan, index)
+        chunks = Projection(call, plan).chunks(index)
         gradients = GradientSums(call, plan, index)
         for chunk in chunks:
             span = chunk.span
@@ -346,37 +351,78 @@ class Chunk(NamedTuple):
     last: bool
 
 
-def project(call: Call, plan: Plan, index: Tensor | None) -> Iterator[Chunk]:
-    """Chunk after chunk of the rows in `index`, None for all. Their logits share one slab: the next overwrite the last.
+class Projection:
+    """The products of a call's rows with its head. All logits lie in one slab: the next chunk's overwrite the last one's."""
 
-    The first product is launched at once, so that the device has work while the caller allocates the rest.
-    """
-    x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
-    if split is not None and split.sequence_parallel:
-        x = split.gather_tokens(x)
-    weight = _present(call.weight).detach()[:classes].to(plan.gemm_dtype)
-    bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
-    spans = list(plan.spans(call.rows if index is None else index.shape[0]))
-    if not spans:
-        return iter(())
-    longest = max(span.stop - span.start for span in spans)
-    slab = x.new_empty((longest, weight.shape[0]), dtype=plan.gemm_dtype)
-    gathered = None if index is None else x.new_empty((longest, x.shape[1]))
+    def __init__(self, call: Call, plan: Plan) -> None:
+        x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
+        self.call, self.plan = call, plan
+        self.input = x if split is None or not split.sequence_parallel else split.gather_tokens(x)
+        self.weight = _present(call.weight).detach()[:classes].to(plan.gemm_dtype)
+        self.bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
+        self.slab: Tensor | None = None
+        self.done = 0
+        """Rows whose logits the slab holds already."""
 
-    def projected(span: slice) -> Chunk:
-        size = span.stop - span.start
-        if index is None or gathered is None:
-            rows = x[span]
+    def labelled_rows(self) -> Tensor | None:
+        """As the function of this name; while the host waits, the device projects the first labelled rows."""
+        ahead = rows_ahead(self.call, self.plan)
+        if not ahead or not may_wait(self.call.input):
+            return labelled_rows(self.call, self.plan)
+        labelled = _labelled(self.call)
+        first = torch.nonzero_static(labelled, size=ahead, fill_value=0)[:, 0]
+        counted = _sent(torch.stack((labelled.sum(), first[-1])))
+        # Where a weight's gradient is to come, memory is dearer than a copy of these logits into a slab of the right size.
+        recipe = self.call.recipe
+        slab = self._slab_of(ahead if recipe.gradient_in_forward and recipe.needs.weight else self.plan.chunk_rows)
+        self._multiply(self.input[first].to(self.plan.gemm_dtype), slab[:ahead])
+        count, last = counted()
+        index = _skipping(labelled, count, self.plan)
+        # Where all rows are projected, the first labelled ones have to be the first of all.
+        self.done = ahead if index is not None or last == ahead - 1 else 0
+        return index
+
+    def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
+        """Chunk after chunk of the rows in `index`, None for all.
+
+        The first product is launched at once, so that the device has work while the caller allocates what it needs.
+        """
+        x, dtype = self.input, self.plan.gemm_dtype
+        spans = list(self.plan.spans(self.call.rows if index is None else index.shape[0]))
+        if not spans:
+            return iter(())
+        longest = max(span.stop - span.start for span in spans)
+        slab = self._slab_of(longest)
+        gathered = None if index is None else x.new_empty((longest, x.shape[1]))
+
+        def projected(span: slice) -> Chunk:
+            size = span.stop - span.start
+            if index is None or gathered is None:
+                rows = x[span]
+            else:
+                rows = torch.index_select(x, 0, index[span], out=gathered[:size])
+            rows, logits = rows.to(dtype), slab[:size]
+            self._multiply(rows[self.done :], logits[self.done :])
+            self.done = 0
+            return Chunk(span, rows, self.weight, logits, last=span is spans[-1])
+
+        return itertools.chain((projected(spans[0]),), map(projected, spans[1:]))
+
+    def _slab_of(self, rows: int) -> Tensor:
+        """The slab, with room for at least so many rows."""
+        slab = self.slab
+        if slab is None or slab.shape[0] < rows:
+            slab = self.input.new_empty((rows, self.weight.shape[0]), dtype=self.plan.gemm_dtype)
+            if self.slab is not None:
+                slab[: self.done] = self.slab[: self.done]
+            self.slab = slab
+        return slab
+
+    def _multiply(self, rows: Tensor, logits: Tensor) -> None:
+        if self.bias is None:
+            torch.mm(rows, self.weight.t(), out=logits)
         else:
-            rows = torch.index_select(x, 0, index[span], out=gathered[:size])
-        rows, logits = rows.to(plan.gemm_dtype), slab[:size]
-        if bias is None:
-            torch.mm(rows, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=logits)
-        return Chunk(span, rows, weight, logits, last=span is spans[-1])
-
-    return itertools.chain((projected(spans[0]),), map(projected, spans[1:]))
+            torch.addmm(self.bias, rows, self.weight.t(), out=logits)
 
 
 class GradientSums:
@@ -525,12 +571,45 @@ def _gemm_widens(tensor: Tensor) -> bool:
 
 def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     """Index of the rows to project, or None for all: because few are ignored, or the host may not wait for the count."""
-    plan = plan or plan_for(call)
     if not may_wait(call.input):
         return None
-    labelled = call.target != call.options.ignore_index
-    count = int(labelled.sum())
-    return torch.nonzero_static(labelled, size=count)[:, 0] if plan.skips(count) else None
+    labelled = _labelled(call)
+    return _skipping(labelled, int(labelled.sum()), plan or plan_for(call))
+
+
+def rows_ahead(call: Call, plan: Plan) -> int:
+    """How many rows to project before the host knows which: none on a CPU, nor where that would be most of the work."""
+    row_flop = 2 * _classes(call) * call.input.shape[1]
+    rows = _round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
+    return rows if call.input.is_cuda and rows <= plan.chunk_rows // 2 else 0
+
+
+def _labelled(call: Call) -> Tensor:
+    """(N,) bool"""
+    return call.target != call.options.ignore_index
+
+
+def _skipping(labelled: Tensor, count: int, plan: Plan) -> Tensor | None:
+    """Index of the labelled rows, or None if leaving the others out does not pay."""
+    if not plan.skips(count):
+        return None
+    index = torch.nonzero_static(labelled, size=count) if labelled.is_cuda else labelled.nonzero()
+    return index[:, 0]
+
+
+def _sent(numbers: Tensor) -> Callable[[], list[int]]:
+    """Begin to copy integers to the host; the function returned waits for them, and for nothing that is launched after."""
+    there = numbers.to("cpu", non_blocking=True)
+    if not numbers.is_cuda:
+        return there.tolist
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(numbers.device))
+
+    def received() -> list[int]:
+        copied.synchronize()
+        return there.tolist()
+
+    return received
 
 
 def _classes(call: Call) -> int:

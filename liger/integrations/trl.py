@@ -119,7 +119,7 @@ class _Statistics(torch.autograd.Function):
         wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
 
         def run(plan: linear.Plan) -> None:
-            for chunk in linear.project(call, plan, None):
+            for chunk in linear.Projection(call, plan).chunks(None):
                 logits, span = chunk.logits, chunk.span
                 kernels.rows(logits, inputs.select(span), results.narrow(span), None)
                 for block in _blocks(logits) if wanted else ():
@@ -170,7 +170,7 @@ class _Statistics(torch.autograd.Function):
                 part.copy_(total.add_(slope))
 
         def run(plan: linear.Plan) -> Gradients:
-            chunks = linear.project(call, plan, None)
+            chunks = linear.Projection(call, plan).chunks(None)
             gradients = linear.GradientSums(call, plan, None)
             for chunk in chunks:
                 write_gradient(chunk.logits, chunk.span)
