@@ -11,7 +11,7 @@ from . import spec
 from .backends import RowKernels, linear, logits
 from .backends.split import SplitVocabulary
 from .call import Call, Gradients
-from .context import without_autocast
+from .context import make_context_current, without_autocast
 from .dispatch import Implementation
 from .options import CrossEntropyOutput
 
@@ -35,6 +35,8 @@ def losses(call: Call, kernels: RowKernels) -> tuple[CrossEntropyOutput, tuple[T
 
 def gradients_in_backward(call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor) -> Gradients:
     """The gradients of (input, weight, bias) with the upstream gradient, () or (N,) of any stride, folded in."""
+    if grad_loss.is_cuda:
+        make_context_current(grad_loss.get_device())
     grad_loss = grad_loss.reshape(-1).expand(call.rows)
     if call.weight is None:
         return logits.backward(call, kernels, lse, grad_loss)

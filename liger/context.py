@@ -1,8 +1,9 @@
-"""What surrounds a call: autocast, and whether the host may wait for the device."""
+"""What surrounds a call: autocast, the thread's device context, and whether the host may wait for the device."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
@@ -27,6 +28,24 @@ def may_wait(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return True
     return torch.cuda.get_sync_debug_mode() != SYNC_IS_AN_ERROR and not torch.cuda.is_current_stream_capturing()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
+
+
+def make_context_current(device: int) -> None:
+    """See that this thread has the GPU's context, without which cuBLAS warns and no kernel can be loaded.
+
+    Any use of the GPU makes it current; but backward runs on threads of autograd's own, where ours may be the first.
+    """
+    if device not in _thread.devices:
+        torch.cuda.mem_get_info(device)
+        _thread.devices.add(device)
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import liger
+from liger.backends import linear
 
 ROOT = Path(__file__).parent.parent
 
 OTHER_DEVICE = """
 import torch, liger
+from liger.backends import linear
+linear.rows_ahead = lambda call, plan: 8
 assert torch.cuda.current_device() == 0
 x = torch.randn(64, 96, device="cuda:1", requires_grad=True)
 weight = torch.randn(300, 96, device="cuda:1", requires_grad=True)
@@ -39,10 +42,29 @@ def test_E1_tensors_on_another_device_than_the_current_one_in_a_fresh_process():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+FIRST_ON_ITS_THREAD = """
+import sys, torch, liger
+x, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (16, 128))
+loss = liger.liger_fused_linear_cross_entropy(x, weight, torch.arange(16, device="cuda"), reduction="none", backend=sys.argv[1])
+torch.autograd.grad(loss, (x, weight), torch.ones_like(loss))
+"""
+
+
 @pytest.mark.gpu
-def test_E1_side_streams(loss):
+def test_backward_may_be_the_first_on_its_thread(flce):
+    """Which begins with a product there; a warning would be an error."""
+    if flce.device != "cuda":
+        pytest.skip("a CPU needs no context")
+    command = [sys.executable, "-W", "error::UserWarning", "-c", FIRST_ON_ITS_THREAD, flce.row.backend]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+def test_E1_side_streams(loss, monkeypatch):
     """The work lands on the caller's stream: a long kernel before it on that stream is waited for."""
     loss.needs()
+    monkeypatch.setattr(linear, "rows_ahead", lambda call, plan: 8)
     inputs = loss.inputs(64, 300)
     wanted = loss.outcome(inputs).output.loss
     torch.cuda.synchronize()

@@ -19,6 +19,7 @@ from cuda.bindings import driver
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.utils import HardwareInfo
 
+from ...context import make_context_current
 from .kernels import (
     ARGUMENT_TYPES,
     SCALE_ARGUMENT_TYPES,
@@ -124,15 +125,10 @@ def _compile(kernel: Any, types: Any, arch: str, flags: str) -> Any:
         return cute.compile(kernel, examples, Int32(1), driver.CUstream(0), options=f"--gpu-arch {arch} {flags}")
 
 
-def _make_context_current(device: int) -> None:
-    """Loading a kernel needs the device's context on this thread, where nothing else may have used the GPU yet: backward's."""
-    torch.cuda.mem_get_info(device)
-
-
 @cache
 def rows_on(device: int, variant: Variant, layout: Layout) -> Ready:
     """The kernel of a variant on a device, which has to be the current one."""
-    _make_context_current(device)
+    make_context_current(device)
     function = compiled_rows(variant, layout, ARCHS[torch.cuda.get_device_capability(device)])
     return Ready(Launcher(function, ARGUMENT_TYPES), HardwareInfo(device).get_max_active_clusters(layout.cluster))
 
@@ -140,7 +136,7 @@ def rows_on(device: int, variant: Variant, layout: Layout) -> Ready:
 @cache
 def scale_on(device: int, dtype: str, factor_dtype: str) -> Ready:
     """The kernel of `scale_` on a device, which has to be the current one."""
-    _make_context_current(device)
+    make_context_current(device)
     function = compiled_scale(dtype, factor_dtype, ARCHS[torch.cuda.get_device_capability(device)])
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Ready(Launcher(function, SCALE_ARGUMENT_TYPES), processors)
