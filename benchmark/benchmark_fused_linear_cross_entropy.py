@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger import explain, liger_fused_linear_cross_entropy
-from liger.backends import linear
+from liger.backends.plan import Plan
 from liger.testing import CASES
 from liger.testing import Case as Shape
 
@@ -403,7 +403,7 @@ class CountGemms(TorchDispatchMode):
 @contextlib.contextmanager
 def never_skipping() -> Iterator[None]:
     """Inside, every row is projected."""
-    with mock.patch.object(linear.Plan, "skips", return_value=False):
+    with mock.patch.object(Plan, "skips", return_value=False):
         yield
 
 
@@ -486,7 +486,7 @@ class Checks:
         ignored = torch.arange(self.case.rows, device=self.case.device) % 2 == 0
         return self.case.target.masked_fill(ignored, -100), ignored
 
-    def _plan(self) -> linear.Plan:
+    def _plan(self) -> Plan:
         shape, x = self.case.shape, self.case.x
         size = (self.case.rows, shape.vocab, shape.hidden)
         op = "fused_linear_cross_entropy"

@@ -38,7 +38,7 @@ from benchmark.common import (
     write_csv,
 )
 from liger import VocabParallel, liger_cross_entropy, liger_fused_linear_cross_entropy
-from liger.backends import linear
+from liger.backends.plan import make_plan
 from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, assert_within_budget, make_inputs, reference, yardstick
 
@@ -84,7 +84,7 @@ def sent_bytes(collectives: Sequence[tuple[str, int]], ranks: int) -> float:
 def predicted_bytes(name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, ranks: int) -> float:
     """What a rank sends in a step: three fp32 statistics a row, and the gradient of the hidden states once."""
     n, _, hidden = shape
-    plan = linear.make_plan(
+    plan = make_plan(
         shape, device.type, dtype, weight_dtype=dtype, chunk_size=None, accum_dtype=None, recompute=False, ranks=ranks
     )
     sums = 0 if name.startswith("logits") or "not reduced" in name else n * hidden * plan.sum_dtype.itemsize

@@ -1,4 +1,4 @@
-"""Times chunk sizes and accumulation dtypes of the fused loss: where the plan in liger/backends/linear.py comes from.
+"""Times chunk sizes and accumulation dtypes of the fused loss: where the plan in liger/backends/plan.py comes from.
 
 Run on a GPU: `python -m benchmark.tune_chunks [--out chunks.csv] [--setting frozen-head]`. All chunk sizes of a shape and
 the bare GEMMs they need are timed in turn, each under sustained load.

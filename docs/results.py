@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from liger.backends import linear
+from liger.backends.plan import make_plan
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS.parent / "benchmark" / "data"
@@ -435,7 +435,7 @@ def _noise(found: Table) -> str | None:
 def _plan_rows(n: int, vocab: int, hidden: int, chunk_size: int | None = None) -> int:
     """Rows of the longest chunk of the plan in bfloat16."""
     dtype = torch.bfloat16
-    plan = linear.make_plan(
+    plan = make_plan(
         (n, vocab, hidden), "cuda", dtype, weight_dtype=dtype, chunk_size=chunk_size, accum_dtype=dtype, recompute=False
     )
     return max(span.stop - span.start for span in plan.spans(n))
@@ -869,8 +869,7 @@ SWEEPS = {
     ),
     "tune_chunks_h200": (
         "python -m benchmark.tune_chunks",
-        "chunk sizes and accumulation dtypes of the fused loss; decides the constants of the plan in "
-        "`liger/backends/linear.py`",
+        "chunk sizes and accumulation dtypes of the fused loss; decides the constants of the plan in `liger/backends/plan.py`",
     ),
     "tune_chunks_fine_h200": (
         "python -m benchmark.tune_chunks --accum bfloat16 --chunks 1024 ... 4096",

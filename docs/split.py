@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from results import Run, ms, runs, table
 
-from liger.backends import linear
+from liger.backends.plan import Plan, make_plan
 
 N, V, H = 8192, 128256, 4096  # of one group's batch, and of the head of Llama 3.1 8B
 DTYPE = torch.bfloat16
@@ -17,9 +17,9 @@ KERNEL = "vocab_parallel"
 NOT_YET = "*No run on several GPUs is checked in yet.*\n"
 
 
-def plan(ranks: int) -> linear.Plan:
+def plan(ranks: int) -> Plan:
     """The plan of one rank of so many, as `liger.explain(..., vocab_parallel=ranks)` prints it."""
-    return linear.make_plan(
+    return make_plan(
         (N, V, H), "cuda", DTYPE, weight_dtype=DTYPE, chunk_size=None, accum_dtype=None, recompute=False, ranks=ranks
     )
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 import torch
 
 from . import __version__, explain
-from .backends.linear import Plan
+from .backends.plan import Plan
 from .bench import Result, bench
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementation, Op, Request, backends, table
 from .dispatch.capability import device_info, installed_version

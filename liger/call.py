@@ -131,6 +131,13 @@ class Call:
         return "cross_entropy" if self.weight is None else "fused_linear_cross_entropy"
 
     @property
+    def head(self) -> Tensor:
+        """`weight`, of a fused call."""
+        if self.weight is None:
+            raise RuntimeError("cross_entropy has logits, and no head")
+        return self.weight
+
+    @property
     def rows(self) -> int:
         """N"""
         return self.target.shape[0]

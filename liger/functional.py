@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import linear
+from .backends.plan import make_plan
 from .call import gradient_waits
 from .checks import check_accum_dtype, check_num_items
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Request, device_info, explain_request
@@ -243,7 +243,7 @@ def explain(
     explanation = explain_request(Request(op, info, dtype, tuple(shape), checked.nondefault() + facts), backend)
     if op == "cross_entropy" or explanation.chosen is None:
         return explanation
-    plan = linear.make_plan(
+    plan = make_plan(
         (shape[0], shape[1], shape[2]),
         info.type,
         dtype,

@@ -50,7 +50,7 @@ class Mutant:
 
 
 TRITON = "triton-cpu and (A2 or in_place)"
-SPEC, LINEAR, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/autograd.py"
+SPEC, LINEAR, PLAN, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/backends/plan.py", "liger/autograd.py"
 KERNELS, REGISTRY, CAPABILITY = "liger/backends/triton/kernels.py", "liger/dispatch/registry.py", "liger/dispatch/capability.py"
 INTERPRETED = "triton-cpu and not mutant"
 
@@ -124,7 +124,7 @@ AROUND_IT = (
         "self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))",
         "self.input[span] = rows",
     ),
-    Mutant("sum many chunks in bf16", LINEAR, "and chunks <= FEW_CHUNKS", ""),
+    Mutant("sum many chunks in bf16", PLAN, "and chunks <= FEW_CHUNKS", ""),
     # What only a backend that scales its saved gradient in place, or writes into the logits, can show.
     Mutant("scale a saved gradient twice", AUTOGRAD, "ctx.first_factor = grad_loss.detach().clone()", "", TRITON),
     Mutant("let autograd add to what is saved", AUTOGRAD, "return _copies(saved)", "return saved", TRITON),
@@ -272,14 +272,14 @@ CHOICES = (
 )
 
 LOOP = (
-    Mutant("skip whatever is ignored", LINEAR, "max(1, self.rows * SKIP_FRACTION)", "1"),
+    Mutant("skip whatever is ignored", PLAN, "max(1, self.rows * SKIP_FRACTION)", "1"),
     Mutant(
         "drop a chunk's last row",
-        LINEAR,
+        PLAN,
         "yield slice(start, start + size)",
         "yield slice(start, start + size - 1)",
     ),
-    Mutant("one chunk for all", LINEAR, "size = min(left, self.chunk_rows)", "size = left"),
+    Mutant("one chunk for all", PLAN, "size = min(left, self.chunk_rows)", "size = left"),
     Mutant(
         "leave skipped rows as they were",
         LINEAR,
@@ -289,8 +289,8 @@ LOOP = (
     Mutant(
         "the bias of the last chunk",
         LINEAR,
-        "self.bias[: self.classes] += grad",
-        "self.bias[: self.classes] = grad",
+        "self.bias[: self.classes] += chunk.logits",
+        "self.bias[: self.classes] = chunk.logits",
     ),
     Mutant(
         "no zeros where nothing is labelled",
@@ -327,7 +327,7 @@ SPLIT_VOCABULARY = tuple(
         ("subtract a one-hot on every rank", SPEC, "torch.where(here, -b, 0)[:, None]", "-b[:, None]"),
         ("smooth over a rank's part", "liger/call.py", "vocab=split.vocab_size)", "vocab=split.classes or 1)"),
         ("keep a rank's part of dx", PARTS, "work = dist.all_reduce(total,", "work = dist.all_reduce(total.clone(),"),
-        ("plan by a rank's part", LINEAR, "make_plan(\n        _shape(call),", "make_plan((call.rows, *weight.shape),"),
+        ("plan by a rank's part", PLAN, "make_plan(\n        _shape(call),", "make_plan((call.rows, *weight.shape),"),
         ("gather tokens twice", PARTS, "return self.gather(tensor).view", "return self.gather(self.gather(tensor)[0]).view"),
         ("sum FSDP's gradients", "liger/integrations/fsdp.py", "gradient / ranks)", "gradient)"),
     )
@@ -336,11 +336,11 @@ ENDURANCE = (
     *(
         Mutant(*broken, subjects=("memory",))
         for broken in (
-            ("keep what a failed run allocated", LINEAR, "failure.__traceback__ = None", "pass"),
-            ("try plans that need more", LINEAR, "if _needed(call, found, gradients) <", "if 0 <"),
-            ("take fewer rows than the caller asked for", LINEAR, "call.options.chunk_size is not None or agreed", "agreed"),
-            ("let each rank choose its chunks", LINEAR, "split is not None and split.ranks > 1", "False"),
-            ("say less than is needed", LINEAR, "kept = self.input_bytes * input + ", "kept = "),
+            ("keep what a failed run allocated", PLAN, "failure.__traceback__ = None", "pass"),
+            ("try plans that need more", PLAN, "if _needed(call, found, gradients) <", "if 0 <"),
+            ("take fewer rows than the caller asked for", PLAN, "call.options.chunk_size is not None or agreed", "agreed"),
+            ("let each rank choose its chunks", PLAN, "split is not None and split.ranks > 1", "False"),
+            ("say less than is needed", PLAN, "kept = self.input_bytes * input + ", "kept = "),
         )
     ),
     Mutant("smooth all rows in one product", SPEC, "(shifted * w).sum(-1)", "shifted @ w", subjects=("isolation",)),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from liger.backends.linear import GPU_CHUNK_ROWS
+from liger.backends.plan import GPU_CHUNK_ROWS
 from liger.testing import CASES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmark/ is not installed

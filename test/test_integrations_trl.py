@@ -148,8 +148,8 @@ def test_mixed_dtypes_and_autocast():
 def test_half_precision_logits_get_a_gradient_of_their_dtype(backend, monkeypatch):
     """Kernels write a gradient in the logits' dtype, so a buffer of another would be misread by those that take it for that."""
     monkeypatch.setenv("LIGER_BACKEND", backend)
-    plan_for, reached = ours.linear.plan_for, []
-    monkeypatch.setattr(ours.linear, "plan_for", lambda call: dataclasses.replace(plan_for(call), gemm_dtype=torch.bfloat16))
+    plan_for, reached = ours.plan_for, []
+    monkeypatch.setattr(ours, "plan_for", lambda call: dataclasses.replace(plan_for(call), gemm_dtype=torch.bfloat16))
     kernels = importlib.import_module(f"liger.backends.{backend}")
     row_grad = kernels.row_grad
 

@@ -10,6 +10,7 @@ from watch import Operators
 
 from liger import explain
 from liger.backends import linear
+from liger.backends.plan import CPU_SLAB_BYTES, FEW_CHUNKS, GEMM_ROW_TILE, GPU_CHUNK_ROWS, PEAK_SHARE
 from liger.testing import assert_matches
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -176,7 +177,7 @@ def test_rows_ahead_are_few_and_only_on_a_gpu(flce):
     only_the_loop(flce)
     for rows, expected in ((4096, 384), (512, 0), (1024, 384)):
         x, weight = torch.empty(rows, 4096, device="meta"), torch.empty(128256, 4096, device="meta")
-        call = SimpleNamespace(input=x, weight=weight, options=SimpleNamespace(vocab_parallel=None))
+        call = SimpleNamespace(input=x, head=weight, weight=weight, options=SimpleNamespace(vocab_parallel=None))
         plan = SimpleNamespace(chunk_rows=rows)
         assert linear.rows_ahead(call, plan) == 0
         on_gpu = SimpleNamespace(is_cuda=True, shape=x.shape)
@@ -271,7 +272,7 @@ def test_no_span_is_much_shorter_than_the_others(rows, size):
     """The products' speed is that of their rows: the shortest of several has half a chunk, but for rounding to tiles."""
     p = plan(shape=(rows, V, H), chunk_size=size)
     lengths = [span.stop - span.start for span in p.spans(rows)]
-    assert len(lengths) == 1 or min(lengths) >= p.chunk_rows // 2 - linear.GEMM_ROW_TILE
+    assert len(lengths) == 1 or min(lengths) >= p.chunk_rows // 2 - GEMM_ROW_TILE
 
 
 @pytest.mark.parametrize(
@@ -293,14 +294,14 @@ def test_the_plan_on_a_gpu_keeps_its_share_of_memory(shape, chunk_rows):
 
     chosen, whole = on_a_gpu(accum_dtype=BF16), on_a_gpu(accum_dtype=BF16, chunk_size=shape[0])
     assert chosen.chunk_rows == chunk_rows
-    assert chosen.chunk_rows <= min(linear.GPU_CHUNK_ROWS) or chosen.peak_bytes <= linear.PEAK_SHARE * whole.peak_bytes
+    assert chosen.chunk_rows <= min(GPU_CHUNK_ROWS) or chosen.peak_bytes <= PEAK_SHARE * whole.peak_bytes
 
 
 def test_the_plan_bounds_the_slab():
     for n in (1, 1000, 10**5, 10**7):
         p = plan(shape=(n, 128256, 4096))
         assert p.chunk_rows <= max(1, n)
-        assert p.slab_bytes <= max(linear.CPU_SLAB_BYTES, 128256 * 4)
+        assert p.slab_bytes <= max(CPU_SLAB_BYTES, 128256 * 4)
 
 
 def test_many_bf16_chunks_are_summed_in_fp32():
@@ -308,8 +309,8 @@ def test_many_bf16_chunks_are_summed_in_fp32():
     from liger import DeviceInfo
 
     gpu = {"device": DeviceInfo("cuda", (9, 0)), "dtype": BF16, "shape": (4096, V, H), "backend": None}
-    assert plan(**gpu, chunk_size=4096 // linear.FEW_CHUNKS).accum_dtype == BF16
-    assert plan(**gpu, chunk_size=4096 // linear.FEW_CHUNKS - 1).accum_dtype == F32
+    assert plan(**gpu, chunk_size=4096 // FEW_CHUNKS).accum_dtype == BF16
+    assert plan(**gpu, chunk_size=4096 // FEW_CHUNKS - 1).accum_dtype == F32
     assert plan(**gpu, chunk_size=1, accum_dtype=BF16).accum_dtype == BF16
     assert plan(**gpu, chunk_size=4096, accum_dtype=F32).accum_dtype == F32
 

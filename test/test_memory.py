@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger.backends import linear
+from liger.backends import linear, plan
 from liger.call import Call, Needs, Recipe
 from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, collect
@@ -53,13 +53,13 @@ def _storage(tensor):
 
 @pytest.fixture(autouse=True)
 def nothing_was_reported(monkeypatch):
-    monkeypatch.setattr(linear, "_reported", set())
+    monkeypatch.setattr(plan, "_reported", set())
 
 
 @pytest.fixture
 def small_steps(monkeypatch):
     """Chunks of a handful of rows can be halved too."""
-    monkeypatch.setattr(linear, "GEMM_ROW_TILE", 4)
+    monkeypatch.setattr(plan, "GEMM_ROW_TILE", 4)
 
 
 def fp32_inputs(flce, **kwargs):
@@ -192,20 +192,15 @@ def test_nothing_of_a_failed_run_lives_on(flce, small_steps):
     assert not any(reference() for reference in made)
 
 
-def sizes(shape, *, weight=True, chunk_size=None, ranks=1):
-    """Rows a chunk of one plan after the other, as memory would run out on a GPU; bf16."""
+def bf16_call(shape, *, weight=True, chunk_size=None, ranks=1):
+    """Without memory behind it; its plan is a GPU's."""
     n, vocab, hidden = shape
     x, head = (torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta") for rows in (n, vocab))
     options = CrossEntropyOptions(chunk_size=chunk_size)
     if ranks > 1:
         object.__setattr__(options, "vocab_parallel", SimpleNamespace(ranks=ranks, vocab_size=vocab))
     recipe = Recipe(options, Needs(True, weight, False), x.dtype, torch.float32, False, None)
-    call = Call(x, torch.empty(n, dtype=torch.int64, device="meta"), head, None, None, recipe)
-    plan, found = linear.plan_for(call), []
-    while plan is not None:
-        found.append(plan.chunk_rows)
-        plan = linear._smaller(call, plan, gradients=True)
-    return found
+    return Call(x, torch.empty(n, dtype=torch.int64, device="meta"), head, None, None, recipe)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +217,37 @@ def sizes(shape, *, weight=True, chunk_size=None, ranks=1):
     ],
 )
 def test_only_plans_that_need_less_are_tried(shape, options, tried):
-    assert sizes(shape, **options) == tried
+    """Rows a chunk of one plan after the other, as memory would run out."""
+    call, rows = bf16_call(shape, **options), []
+
+    def run(plan):
+        rows.append(plan.chunk_rows)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        plan.within_memory(call, run, gradients=True)
+    assert rows == tried
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [({"chunk_size": 1000}, 512), ({"ranks": 2}, 3072), ({}, None)],
+    ids=["a chunk_size that was given", "ranks that have to agree", "nothing smaller"],
+)
+def test_a_chunk_size_that_needs_less_is_named(options, advice):
+    """With what it needs, where the caller has to choose it."""
+    call = bf16_call((8192, 128256, 4096), **options, weight=bool(options.get("ranks")) or not options)
+
+    def run(plan):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        plan.within_memory(call, run, gradients=True)
+    if advice is None:
+        assert str(raised.value).endswith("smaller chunks would not need less")
+    else:
+        needed = plan.plan_for(call, advice).needed_bytes(input=True, weight="ranks" in options)
+        assert str(raised.value).endswith(f"chunk_size={advice} would need {needed}")
 
 
 # --- On a GPU that is nearly full -----------------------------------------------------------------

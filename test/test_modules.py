@@ -125,13 +125,13 @@ def test_H8_every_option_reaches_the_loss(tensors, module):
 
 def test_chunk_size_reaches_the_plan(tensors, monkeypatch):
     sizes = []
-    make_plan = liger.backends.linear.make_plan
+    make_plan = liger.backends.plan.make_plan
 
     def spy(*args, **kwargs):
         sizes.append((kwargs["chunk_size"], kwargs["accum_dtype"]))
         return make_plan(*args, **kwargs)
 
-    monkeypatch.setattr(liger.backends.linear, "make_plan", spy)
+    monkeypatch.setattr(liger.backends.plan, "make_plan", spy)
     apply(LigerFusedLinearCrossEntropyLoss, tensors, chunk_size=2, accum_dtype=torch.float64)
     assert sizes[0] == (2, torch.float64)
 

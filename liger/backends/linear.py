@@ -9,286 +9,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..context import may_wait
-from ..options import dtype_name
 from ..spec import RowResults, compute_dtype
+from .plan import GEMM_ROW_TILE, Plan, plan_for, round_up, within_memory
 
 if TYPE_CHECKING:
     from ..call import Call, Gradients
     from ..vocab_parallel import VocabParallel
     from . import RowKernels
 
-GEMM_ROW_TILE = 128  # GEMM kernels work on tiles of this many rows: a chunk of 1000 costs what one of 1024 does
-CPU_SLAB_BYTES = 64 << 20
-GPU_SLAB_BYTES = 5 << 29  # 2.5 GiB
-GPU_CHUNK_ROWS = (4096, 3072, 2048)
-"""On a GPU the first of these that keeps the peak within `PEAK_SHARE`, or the last. Every chunk rereads and rewrites the
-weight gradient's accumulator, which shows below 2048 rows and hardly above 4096; sizes between these cost up to 10 % more,
-because their products fill the GPU's last wave of tiles badly (one H200, 2026-11-29, benchmark/data/tune_chunks*_h200.csv)."""
-PEAK_SHARE = 0.65
-"""Of what one chunk of all rows would take."""
-FEW_CHUNKS = 4
-"""Up to here chunks may be summed in half precision: that multiplies one rounding's error by 1.35 at 2 chunks and 1.59 at 4
-(measured as above, benchmark/data/fused_linear_cross_entropy_h200.csv; sqrt((k + 1) / 2) predicts 1.22 and 1.58)."""
 OVERLAPPED_FLOP = 1e11
 """From here, about 0.15 ms on an H200, two products are worth a second stream."""
 AHEAD_FLOP = 3e11
 """Projected before the host knows how many rows are labelled, about 0.5 ms on an H200: after it has waited for all of a step's
 forward pass, the host needs as long to launch the next product (measured there, 2026-11-30)."""
-SKIP_FRACTION = 1 / 16
-"""Share of ignored rows from which gathering the others costs less than projecting all."""
-MIB = 1 << 20
-
-logger = logging.getLogger("liger")
-Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How one fused linear cross entropy is cut up. Bytes are those beyond the caller's tensors."""
-
-    rows: int
-    """N, ignored rows included."""
-    chunk_rows: int
-    """Most rows of logits alive at once."""
-    chunks: int
-    """Chunks when every row is labelled; ignored rows leave whole chunks out."""
-    gemm_dtype: torch.dtype
-    """Dtype of the projections and of the logits slab."""
-    accum_dtype: torch.dtype
-    """Dtype in which the weight's gradient is summed over chunks."""
-    recompute: bool
-    """Whether backward projects again because the gradient needs the upstream gradient first."""
-    slab_bytes: int
-    """The logits slab, the only one."""
-    copy_bytes: int
-    """The weight in the GEMM's dtype, where its own is another: alive as long as the slab."""
-    input_bytes: int
-    """The input's gradient."""
-    weight_bytes: int
-    """The weight's gradient while it is summed."""
-    cast_bytes: int
-    """That sum in the weight's own dtype, where it is another: made once the slab is gone."""
-    ranks: int = 1
-    """Among how many the vocabulary is split; bytes are those of one."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """Predicted peak, every gradient wanted."""
-        return self.needed_bytes(input=True, weight=True)
-
-    def needed_bytes(self, *, input: bool, weight: bool) -> int:
-        """Predicted peak of a pass that makes the gradients of `input` and of `weight`, or not."""
-        kept = self.input_bytes * input + self.weight_bytes * weight
-        return kept + max(self.slab_bytes + self.copy_bytes, self.cast_bytes * weight)
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """Dtype in which the ranks sum the input's gradient: of few parts a half-precision one, as with few chunks."""
-        return self.gemm_dtype if self.ranks <= FEW_CHUNKS else compute_dtype(self.gemm_dtype)
-
-    def spans(self, rows: int) -> Iterator[slice]:
-        """Ranges of `chunk_rows` rows, ceil(rows / chunk_rows) of them; a short rest shares with the chunk before it."""
-        start, left = 0, rows
-        while left > 0:
-            size = min(left, self.chunk_rows)
-            if size < left < 1.5 * self.chunk_rows:  # the last two: no GEMM on a handful of rows
-                half = _round_up(-(-left // 2), GEMM_ROW_TILE)
-                size = half if half <= self.chunk_rows and left - half >= GEMM_ROW_TILE else -(-left // 2)
-            yield slice(start, start + size)
-            start, left = start + size, left - size
-
-    def skips(self, labelled: int) -> bool:
-        """Whether leaving out the other rows pays: a chunk goes away, or enough rows do."""
-        fewer_chunks = -(-labelled // self.chunk_rows) < self.chunks
-        return fewer_chunks or self.rows - labelled >= max(1, self.rows * SKIP_FRACTION)
-
-    def __str__(self) -> str:
-        when = "gradients in backward" if self.recompute else "gradients in forward"
-        gemm, accum = dtype_name(self.gemm_dtype), dtype_name(self.accum_dtype)
-        ranks = f"input gradient summed over {self.ranks} ranks in {dtype_name(self.sum_dtype)}, " if self.ranks > 1 else ""
-        return (
-            f"{self.chunks} chunk{'' if self.chunks == 1 else 's'} of up to {self.chunk_rows} rows, {gemm} GEMMs, "
-            f"weight gradient summed in {accum}, {ranks}{when}; "
-            f"slab {self.slab_bytes / MIB:.1f} MiB, predicted peak {self.peak_bytes / MIB:.1f} MiB"
-        )
-
-
-def make_plan(
-    shape: tuple[int, int, int],
-    device_type: str,
-    dtype: torch.dtype,
-    *,
-    weight_dtype: torch.dtype,
-    chunk_size: int | None,
-    accum_dtype: torch.dtype | None,
-    recompute: bool,
-    ranks: int = 1,
-) -> Plan:
-    """The plan for `shape` (N, V, H).
-
-    Args:
-        dtype: of the projections, before what the device imposes.
-        weight_dtype: of the caller's weight, which its gradient is returned in.
-        recompute: whether gradients are made in backward.
-        ranks: among how many the vocabulary is split. They have to agree on the chunks, so these come from V; and one's
-            logits are narrower, so that the same slab has more rows.
-    """
-    n, vocab, hidden = shape
-    # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
-    gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
-    default_rows = ranks * _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type)
-    chunk_rows = min(chunk_size or default_rows, max(n, 1))
-    chunks = -(-n // chunk_rows)
-    if accum_dtype is None:
-        accum_dtype = gemm_dtype if weight_dtype == gemm_dtype and chunks <= FEW_CHUNKS else compute_dtype(gemm_dtype)
-    classes = -(-vocab // ranks)
-    weight_elements = classes * hidden
-    return Plan(
-        rows=n,
-        chunk_rows=chunk_rows,
-        chunks=chunks,
-        gemm_dtype=gemm_dtype,
-        accum_dtype=accum_dtype,
-        recompute=recompute,
-        slab_bytes=chunk_rows * classes * gemm_dtype.itemsize,
-        copy_bytes=weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0,
-        input_bytes=n * hidden * dtype.itemsize,
-        weight_bytes=weight_elements * accum_dtype.itemsize,
-        cast_bytes=weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0,
-        ranks=ranks,
-    )
-
-
-def _default_chunk_rows(n: int, vocab: int, hidden: int, itemsize: int, device_type: str) -> int:
-    if device_type == "cpu":
-        rows = CPU_SLAB_BYTES // (vocab * itemsize)
-    else:
-        whole = n * vocab + vocab * hidden + n * hidden  # logits, and the gradients of weight and input
-        fitting = [rows for rows in GPU_CHUNK_ROWS if whole - (n - rows) * vocab <= PEAK_SHARE * whole]
-        rows = min((*fitting, GPU_CHUNK_ROWS[-1])[0], GPU_SLAB_BYTES // (vocab * itemsize))
-    return max(1, rows if rows < GEMM_ROW_TILE else rows - rows % GEMM_ROW_TILE)
-
-
-def plan_for(call: Call, chunk_size: int | None = None) -> Plan:
-    """The plan of a call; with `chunk_size`, as if the caller had given that."""
-    weight, split = _present(call.weight), call.options.vocab_parallel
-    return make_plan(
-        _shape(call),
-        call.input.device.type,
-        call.recipe.logits_dtype,
-        weight_dtype=weight.dtype,
-        chunk_size=chunk_size or call.options.chunk_size,
-        accum_dtype=call.options.accum_dtype,
-        recompute=call.recipe.gradient_in_backward,
-        ranks=1 if split is None else split.ranks,
-    )
-
-
-def within_memory(call: Call, run: Callable[[Plan], Made], *, gradients: bool) -> Made:
-    """`run` with the call's plan; where memory runs out and the caller gave no chunk_size, again with smaller chunks.
-
-    What it ran out in is thrown away: a run writes to nothing but its own, and the one that fits gives what a call with that
-    chunk_size gives.
-
-    Args:
-        gradients: whether `run` makes the wanted gradients.
-
-    Raises:
-        torch.OutOfMemoryError: no smaller plan needs less; the message says how many bytes this one does.
-    """
-    plan = plan_for(call)
-    while True:
-        try:
-            return run(plan)
-        except torch.OutOfMemoryError as error:
-            failure = error
-        failure.__traceback__ = None  # its frames hold the tensors of the run that failed
-        smaller = _smaller(call, plan, gradients)
-        if smaller is None:
-            failure.args = (f"{failure}\n{_what_it_needs(call, plan, gradients)}",)
-            raise failure
-        _report_smaller(_shape(call), plan.chunk_rows, smaller.chunk_rows)
-        plan = smaller
-
-
-def _smaller(call: Call, plan: Plan, gradients: bool) -> Plan | None:
-    """The next plan that needs less memory than `plan`, or None.
-
-    Half the rows a chunk; but not beyond `FEW_CHUNKS` before these have been tried, since the sum in fp32 that more chunks need
-    may cost more than their logits save.
-    """
-    split, x = call.options.vocab_parallel, call.input
-    agreed = split is not None and split.ranks > 1  # every rank makes the same chunks, whatever memory it has
-    if call.options.chunk_size is not None or agreed or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None
-    rows, few = plan.chunk_rows, _round_up(-(-plan.rows // FEW_CHUNKS), GEMM_ROW_TILE)
-    while rows > GEMM_ROW_TILE:
-        half = _round_up(rows // 2, GEMM_ROW_TILE)
-        rows = few if half < few < rows else half
-        found = plan_for(call, rows)
-        if _needed(call, found, gradients) < _needed(call, plan, gradients):
-            return found
-    return None
-
-
-def _shape(call: Call) -> tuple[int, int, int]:
-    """(N, V, H)"""
-    return call.rows, call.vocab, call.input.shape[1]
-
-
-def _made(call: Call, gradients: bool) -> tuple[bool, bool]:
-    needs = call.recipe.needs
-    return gradients and needs.input, gradients and needs.weight
-
-
-def _needed(call: Call, plan: Plan, gradients: bool) -> int:
-    input, weight = _made(call, gradients)
-    return plan.needed_bytes(input=input, weight=weight)
-
-
-def _what_it_needs(call: Call, plan: Plan, gradients: bool) -> str:
-    input, weight = _made(call, gradients)
-    accum, gemm = dtype_name(plan.accum_dtype), dtype_name(plan.gemm_dtype)
-    parts = (
-        (plan.slab_bytes, f"the logits of {plan.chunk_rows} rows"),
-        (plan.copy_bytes, f"weight in {gemm}"),
-        (plan.input_bytes * input, "the gradient of input"),
-        (plan.weight_bytes * weight, f"the gradient of weight, summed in {accum}"),
-        (plan.cast_bytes * weight, "that sum in weight's dtype, after the logits are gone"),
-    )
-    listed = "; ".join(f"{size} for {what}" for size, what in parts if size)
-    if call.options.chunk_size is not None:
-        advice = "a smaller chunk_size, or none, makes the logits smaller"
-    else:
-        advice = "smaller chunks would not need less"
-    return (
-        f"fused_linear_cross_entropy with (N, V, H) = {_shape(call)} needs {_needed(call, plan, gradients)} bytes beyond its "
-        f"arguments and the products' workspace: {listed}. {advice}"
-    )
-
-
-_reported: set[tuple[int, int]] = set()
-
-
-def _report_smaller(shape: tuple[int, int, int], rows: int, smaller: int) -> None:
-    """Say once for a head that its chunks are smaller than planned."""
-    if shape[1:] not in _reported:
-        _reported.add(shape[1:])
-        logger.warning(
-            "fused_linear_cross_entropy with (N, V, H) = %s ran out of memory with chunks of %s rows and goes on with %s; "
-            "chunk_size=%s saves the attempt",
-            *(shape, rows, smaller, smaller),
-        )
 
 
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
@@ -358,7 +99,7 @@ class Projection:
         x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
         self.call, self.plan = call, plan
         self.input = x if split is None or not split.sequence_parallel else split.gather_tokens(x)
-        self.weight = _present(call.weight).detach()[:classes].to(plan.gemm_dtype)
+        self.weight = call.head.detach()[:classes].to(plan.gemm_dtype)
         self.bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
         self.slab: Tensor | None = None
         self.done = 0
@@ -429,7 +170,7 @@ class GradientSums:
     """The wanted gradients while chunks are added; what is not wanted is neither computed nor allocated."""
 
     def __init__(self, call: Call, plan: Plan, index: Tensor | None) -> None:
-        x, weight, needs, split = call.input, _present(call.weight), call.recipe.needs, call.options.vocab_parallel
+        x, weight, needs, split = call.input, call.head, call.recipe.needs, call.options.vocab_parallel
         self.index = index
         self.started = False
         self.parts = None
@@ -580,7 +321,7 @@ def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
 def rows_ahead(call: Call, plan: Plan) -> int:
     """How many rows to project before the host knows which: none on a CPU, nor where that would be most of the work."""
     row_flop = 2 * _classes(call) * call.input.shape[1]
-    rows = _round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
+    rows = round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
     return rows if call.input.is_cuda and rows <= plan.chunk_rows // 2 else 0
 
 
@@ -614,15 +355,5 @@ def _sent(numbers: Tensor) -> Callable[[], list[int]]:
 
 def _classes(call: Call) -> int:
     """Rows of the weight that are classes: those behind are a split vocabulary's padding, and take no part."""
-    split, weight = call.options.vocab_parallel, _present(call.weight)
+    split, weight = call.options.vocab_parallel, call.head
     return weight.shape[0] if split is None else split.classes
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        raise RuntimeError("fused linear cross entropy was called without a weight")
-    return tensor

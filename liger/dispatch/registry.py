@@ -14,7 +14,7 @@ from .capability import OPS, Capability, Op, Request
 
 if TYPE_CHECKING:
     from ..backends import RowKernels
-    from ..backends.linear import Plan
+    from ..backends.plan import Plan
 
 ENVIRONMENT_VARIABLE = "LIGER_BACKEND"
 AUTO = ("", "auto")

@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import dispatch, spec
 from ..autograd import refuse_second_derivative
 from ..backends import linear
+from ..backends.plan import Plan, plan_for, within_memory
 from ..call import Call, Gradients, Needs, Recipe
 from ..checks import check_target_values, check_tensors
 from ..context import autocast_dtype, without_autocast
@@ -113,12 +114,12 @@ class _Statistics(torch.autograd.Function):
             check_target_values(call.target, call.vocab, call.options.ignore_index)
         ctx.set_materialize_grads(False)
         kernels, inputs = implementation.kernels(), call.row_inputs()
-        like = call.input.new_empty(0, dtype=linear.plan_for(call).gemm_dtype)
+        like = call.input.new_empty(0, dtype=plan_for(call).gemm_dtype)
         results = RowResults.empty(call.rows, like, call.options, keep_lse=True)
         lse = _lse(results)
         wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
 
-        def run(plan: linear.Plan) -> None:
+        def run(plan: Plan) -> None:
             for chunk in linear.Projection(call, plan).chunks(None):
                 logits, span = chunk.logits, chunk.span
                 kernels.rows(logits, inputs.select(span), results.narrow(span), None)
@@ -133,7 +134,7 @@ class _Statistics(torch.autograd.Function):
                         wanted["mean_logits"][there] = s.mean(-1)
 
         with without_autocast(hidden):
-            linear.within_memory(call, run, gradients=False)
+            within_memory(call, run, gradients=False)
         top = None if results.predicted is None else results.predicted == call.target
         entropy, squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[:3])
         ctx.mark_non_differentiable(*(part for part in (squares, means, top) if part is not None))
@@ -169,7 +170,7 @@ class _Statistics(torch.autograd.Function):
                     slope *= 1 - (s / inputs.options.softcap) ** 2
                 part.copy_(total.add_(slope))
 
-        def run(plan: linear.Plan) -> Gradients:
+        def run(plan: Plan) -> Gradients:
             chunks = linear.Projection(call, plan).chunks(None)
             gradients = linear.GradientSums(call, plan, None)
             for chunk in chunks:
@@ -178,7 +179,7 @@ class _Statistics(torch.autograd.Function):
             return gradients.finish()
 
         with without_autocast(input):
-            return (*linear.within_memory(call, run, gradients=True), None, None)
+            return (*within_memory(call, run, gradients=True), None, None)
 
 
 def _lse(results: RowResults) -> Tensor:
