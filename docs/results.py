@@ -715,6 +715,11 @@ def cutedsl_facts() -> str:
     return _noted("cutedsl_facts_h200")
 
 
+def bytes_moved() -> str:
+    """What the row kernels read and wrote of device memory."""
+    return _noted("bytes_moved_h200")
+
+
 def gemm_rates() -> str:
     """The products of a chunk by its rows, as noted before there was a package."""
     return _noted("gemm_rates_h200")
@@ -767,15 +772,33 @@ def _spread_ms(results: list[Result]) -> str:
 DISPATCH = ("the arguments checked", "the request built", "the backend resolved")
 
 
+NEW_PROCESS = "a new process: "
+
+
 def host_time() -> str:
     """Host time per call by backend, and what this package's own decisions add up to."""
-    rows = read(NOTED / "host_time_h200.csv")
-    names = list(dict.fromkeys(row["backend"] for row in rows))
-    times = {what: {row["backend"]: row["us"] for row in group} for what, group in _grouped(rows, lambda r: r["what"]).items()}
-    lines = [(what, *(found.get(name, "") for name in names)) for what, found in times.items()]
+    rows, names, times = _host_times()
+    called = {what: found for what, found in times.items() if not what.startswith(NEW_PROCESS)}
+    lines = [(what, *(found.get(name, "") for name in names)) for what, found in called.items()]
     decided = [found for what, found in times.items() if what.endswith(DISPATCH)]
     sums = (f"{name} {sum(float(found[name]) for found in decided):.0f} us" for name in names if name in decided[0])
     return f"{_caption(rows, 'us')}{table(('what', *names), lines)}\nCheck, request and choice together: {', '.join(sums)}.\n"
+
+
+def first_calls() -> str:
+    """What the first calls in a process take, by backend."""
+    rows, names, times = _host_times()
+    first = {what.removeprefix(NEW_PROCESS): found for what, found in times.items() if what.startswith(NEW_PROCESS)}
+    shown = [name for name in names if any(name in found for found in first.values())]
+    lines = [(what, *(f"{float(found[name]) / 1e6:.3g}" for name in shown)) for what, found in first.items()]
+    return _caption(rows, "s") + table(("what", *shown), lines)
+
+
+def _host_times() -> tuple[list[Row], list[str], dict[str, dict[str, str]]]:
+    """(lines, backends, what to backend to us)"""
+    rows = read(NOTED / "host_time_h200.csv")
+    times = {what: {row["backend"]: row["us"] for row in group} for what, group in _grouped(rows, lambda r: r["what"]).items()}
+    return rows, list(dict.fromkeys(row["backend"] for row in rows)), times
 
 
 def _caption(rows: Sequence[Row], unit: str = "") -> str:

@@ -8,12 +8,13 @@ from torch import Tensor
 from ... import spec
 from ...spec import RowInputs, RowResults, RowStats
 
-BLOCK_ELEMENTS = 1 << 21  # 8 MiB of fp32: the few temporaries of the spec stay in a CPU's last-level cache
+CPU_BLOCK_ELEMENTS = 1 << 21  # 8 MiB of fp32: the few temporaries of the spec stay in the last-level cache
+BLOCK_ELEMENTS = 1 << 23  # on other devices, where an operation on less takes no longer than its launch
 
 
 def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
     n, vocab = logits.shape
-    for block in _blocks(n, vocab):
+    for block in _blocks(logits):
         part = inputs.select(block)
         stats = spec.row_stats(logits[block], part)
         results.narrow(block).copy_(spec.row_loss(stats, vocab, part))
@@ -22,7 +23,7 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
 
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
-    parts = [spec.row_stats(logits[block], inputs.select(block)) for block in _blocks(*logits.shape)]
+    parts = [spec.row_stats(logits[block], inputs.select(block)) for block in _blocks(logits)]
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -31,7 +32,7 @@ def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
 
 
 def row_grad(logits: Tensor, inputs: RowInputs, lse: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
-    for block in _blocks(*logits.shape):
+    for block in _blocks(logits):
         grad[block] = spec.row_grad(logits[block], inputs.select(block), lse[:, block], grad_loss[block])
 
 
@@ -40,10 +41,15 @@ def scale_(tensor: Tensor, factor: Tensor) -> None:
     if tensor.dtype == dtype:
         tensor.mul_(factor)
     else:  # in half precision the factor itself would be rounded first
-        for part in torch.split(tensor.view(-1), BLOCK_ELEMENTS):
+        for part in torch.split(tensor.view(-1), _block_elements(tensor)):
             part.copy_(part.to(dtype) * factor)
 
 
-def _blocks(n: int, vocab: int) -> list[slice]:
-    step = max(1, BLOCK_ELEMENTS // vocab)
+def _block_elements(tensor: Tensor) -> int:
+    return CPU_BLOCK_ELEMENTS if tensor.is_cpu else BLOCK_ELEMENTS
+
+
+def _blocks(logits: Tensor) -> list[slice]:
+    n, vocab = logits.shape
+    step = max(1, _block_elements(logits) // vocab)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
