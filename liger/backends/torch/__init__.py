@@ -13,7 +13,7 @@ BLOCK_ELEMENTS = 1 << 23  # on other devices, where an operation on less takes n
 
 
 def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
-    n, vocab = logits.shape
+    vocab = logits.shape[1]
     for block in _blocks(logits):
         part = inputs.select(block)
         stats = spec.row_stats(logits[block], part)
