@@ -28,7 +28,7 @@ CrossEntropy = Callable[[Tensor, Tensor, str], Tensor]
 LinearCrossEntropy = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 """(input (N, H), weight (V, H), target (N,), reduction) -> loss"""
 
-SMALL_CHUNK = 448
+SMALL_CHUNK = 448  # so that its logits and gradients take at most 15 % more than liger-kernel's, at every shape
 PEERS = {
     "liger_kernel": ("liger-kernel", "liger_kernel"),
     "cce": ("cut-cross-entropy", "cut_cross_entropy"),

@@ -26,7 +26,7 @@ STYLES: dict[str, tuple[str, str, str, str]] = {
     "liger_triton": ("liger, Triton", "#2f81f7", "o", "-"),
     "liger_triton_in_place": ("liger, in place", "#2f81f7", "D", ":"),
     "liger_triton_fp32": ("liger, fp32 sum", "#79b8ff", "p", ":"),
-    "liger_triton_small": ("liger, chunks of 512, bf16 sum", "#79b8ff", "d", ":"),
+    "liger_triton_small": ("liger, chunks of 448, bf16 sum", "#79b8ff", "d", ":"),
     "liger_cutedsl": ("liger, CuTe DSL", "#12a5b8", "P", "-"),
     "torch": ("torch", "#e8743b", "s", "-"),
     "torch_compile": ("torch.compile", "#c99700", "^", "-"),

@@ -355,7 +355,7 @@ PROVIDERS = {
     "liger_triton_in_place": "this package, `in_place=True`",
     "liger_triton_fp32_loss": "this package, `loss_dtype=torch.float32`",
     "liger_triton_fp32": "this package, `accum_dtype=torch.float32`",
-    "liger_triton_small": "this package, `chunk_size=512, accum_dtype=torch.bfloat16`",
+    "liger_triton_small": "this package, `chunk_size=448, accum_dtype=torch.bfloat16`",
     "liger_torch": "this package's PyTorch backend",
     "liger": "this package",
     "liger_all_rows": "this package, told not to skip rows",

@@ -11,7 +11,7 @@ from . import spec
 from .backends import RowKernels, linear, logits
 from .backends.split import SplitVocabulary
 from .call import Call, Gradients
-from .context import make_context_current, without_autocast
+from .context import in_backward, without_autocast
 from .dispatch import Implementation
 from .options import CrossEntropyOutput
 
@@ -35,8 +35,6 @@ def losses(call: Call, kernels: RowKernels) -> tuple[CrossEntropyOutput, tuple[T
 
 def gradients_in_backward(call: Call, kernels: RowKernels, lse: Tensor, index: Tensor | None, grad_loss: Tensor) -> Gradients:
     """The gradients of (input, weight, bias) with the upstream gradient, () or (N,) of any stride, folded in."""
-    if grad_loss.is_cuda:
-        make_context_current(grad_loss.get_device())
     grad_loss = grad_loss.reshape(-1).expand(call.rows)
     if call.weight is None:
         return logits.backward(call, kernels, lse, grad_loss)
@@ -90,7 +88,7 @@ class LossFunction(torch.autograd.Function):
                 "in_place=True makes the graph single-use: the logits' storage already holds the gradient handed out by "
                 "the first backward; use in_place=False to call backward again"
             )
-        with without_autocast(grad_loss):
+        with in_backward(grad_loss):
             if ctx.recipe.gradient_in_backward:
                 input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
                 call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)

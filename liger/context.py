@@ -66,3 +66,10 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if autocast_dtype(tensor) is None:
         return contextlib.nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def in_backward(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """What a backward pass with a tensor runs in: on a thread that has its GPU's context, and without autocast."""
+    if tensor.is_cuda:
+        make_context_current(tensor.get_device())
+    return without_autocast(tensor)

@@ -18,7 +18,7 @@ from .backends import RowKernels
 from .backends.linear import labelled_rows
 from .call import NUMBERS, Call, Recipe
 from .checks import check_target_values
-from .context import without_autocast
+from .context import in_backward, without_autocast
 from .spec import compute_dtype
 
 SCALED_ELEMENTS = 1 << 24
@@ -121,7 +121,7 @@ def loss_gradients(
     call = Call(input, target, weight, bias, class_weight, Recipe.decode(recipe, *numbers), num_items)
     kernels = dispatch.resolve(call.request(), call.recipe.backend).kernels()
     index = None if weight is None else labelled_rows(call)
-    with without_autocast(input):
+    with in_backward(input):
         return [made for made in gradients_in_backward(call, kernels, lse, index, grad_loss) if made is not None]
 
 

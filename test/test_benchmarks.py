@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from liger.backends import linear as loop
 from liger.backends.plan import GPU_CHUNK_ROWS
 from liger.testing import CASES
 
@@ -166,7 +167,7 @@ def test_chunk_sizes_errors_and_checks(tmp_path, capsys):
 def test_a_check_can_fail(monkeypatch):
     shape = linear.Shape("4x8", 4, 8, "")
     checks = linear.Checks(linear.Case(shape, 8, 0.0, torch.float32, torch.device("cpu")), "torch")
-    monkeypatch.setattr(linear.linear, "labelled_rows", lambda call, plan: None)
+    monkeypatch.setattr(loop, "labelled_rows", lambda call, plan: None)
     assert checks.all_ignored()[0] == checks.nan_in_ignored_rows()[0] == "FAILED"
 
 
@@ -380,14 +381,14 @@ def test_training_step_recomputes_and_skips(name, lora, tiny_models, monkeypatch
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     causal = model.get_base_model() if lora else model
     assert causal.config._attn_implementation == "sdpa"
-    runs, projected, chunks = [], [], linear.linear.Projection.chunks
+    runs, projected, chunks = [], [], loop.Projection.chunks
     causal.model.layers[0].register_forward_pre_hook(lambda *_: runs.append(None))
 
     def watched(projection, index):
         projected.append(projection.call.rows if index is None else len(index))
         return chunks(projection, index)
 
-    monkeypatch.setattr(linear.linear.Projection, "chunks", watched)
+    monkeypatch.setattr(loop.Projection, "chunks", watched)
     batch = tiny_models.Batch.make(97, 25.0, 2, 16, torch.device("cpu"))
     for loss in ("liger", "liger_all_rows"):
         tiny_models.prepare(model, batch, tiny_models.LOSSES[loss]())()

@@ -192,6 +192,28 @@ def test_nothing_of_a_failed_run_lives_on(flce, small_steps):
     assert not any(reference() for reference in made)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_are_gone_before_the_sum_is_cast(flce, reduction):
+    """What `Plan.cast_bytes` counts on."""
+    inputs = fp32_inputs(flce)
+    made, alive, projection, sums = [], [], linear.Projection.__init__, linear.GradientSums.finish
+
+    def noted(self, *args):
+        projection(self, *args)
+        made.append(weakref.ref(self))
+
+    def finished(self):
+        alive.append([reference() for reference in made if reference() is not None])
+        return sums(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear.Projection, "__init__", noted)
+        patch.setattr(linear.GradientSums, "finish", finished)
+        flce.outcome(inputs, reduction=reduction, chunk_size=16)
+    assert len(made) == 1 + (reduction == "none")
+    assert alive == [[]]
+
+
 def bf16_call(shape, *, weight=True, chunk_size=None, ranks=1):
     """Without memory behind it; its plan is a GPU's."""
     n, vocab, hidden = shape
@@ -230,24 +252,36 @@ def test_only_plans_that_need_less_are_tried(shape, options, tried):
 
 
 @pytest.mark.parametrize(
-    ("options", "advice"),
-    [({"chunk_size": 1000}, 512), ({"ranks": 2}, 3072), ({}, None)],
-    ids=["a chunk_size that was given", "ranks that have to agree", "nothing smaller"],
+    ("options", "rows", "advice"),
+    [
+        ({"chunk_size": 1000, "weight": False}, 512, "chunk_size=512 would need {}"),
+        ({"ranks": 2}, 3072, "chunk_size=3072 on every rank would need {}"),
+        ({"chunk_size": 1000}, None, "another chunk_size, or none, may need less"),
+        ({}, None, "smaller chunks would not need less"),
+    ],
+    ids=["a chunk_size that was given", "ranks that have to agree", "a sum in fp32", "the plan's own"],
 )
-def test_a_chunk_size_that_needs_less_is_named(options, advice):
-    """With what it needs, where the caller has to choose it."""
-    call = bf16_call((8192, 128256, 4096), **options, weight=bool(options.get("ranks")) or not options)
+def test_what_would_need_less_is_said(options, rows, advice):
+    """With the bytes, where the caller has to choose."""
+    call = bf16_call((8192, 128256, 4096), **options)
 
     def run(plan):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
         plan.within_memory(call, run, gradients=True)
-    if advice is None:
-        assert str(raised.value).endswith("smaller chunks would not need less")
-    else:
-        needed = plan.plan_for(call, advice).needed_bytes(input=True, weight="ranks" in options)
-        assert str(raised.value).endswith(f"chunk_size={advice} would need {needed}")
+    needed = plan.plan_for(call, rows).needed_bytes(input=True, weight=options.get("weight", True))
+    assert str(raised.value).endswith(advice.format(needed))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ahead", "weight", "grows"), [(4096, 384, True, True), (4096, 384, False, False), (768, 1536, True, False)]
+)
+def test_two_slabs_are_alive_only_where_gradients_take_more(hidden, ahead, weight, grows):
+    call = bf16_call((8192, 128256, hidden), weight=weight)
+    projection = linear.Projection(call, plan.plan_for(call))
+    projection.ahead = ahead
+    assert projection._can_grow() == grows
 
 
 # --- On a GPU that is nearly full -----------------------------------------------------------------
@@ -289,8 +323,13 @@ def outcome_and_rows(flce, inputs, **options):
     leaves, chunks, rows = inputs.leaves(*options.pop("frozen", ())), linear.Projection.chunks, []
 
     def watched(projection, index):
-        yield from chunks(projection, index)
-        rows.append(projection.plan.chunk_rows)
+        made = chunks(projection, index)
+
+        def counted():
+            yield from made
+            rows.append(projection.plan.chunk_rows)
+
+        return counted()
 
     size = options.pop("free")
     with pytest.MonkeyPatch.context() as patch, free(size):

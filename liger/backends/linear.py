@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 OVERLAPPED_FLOP = 1e11
 """From here, about 0.15 ms on an H200, two products are worth a second stream."""
 AHEAD_FLOP = 3e11
-"""Projected before the host knows how many rows are labelled, about 0.5 ms on an H200: after it has waited for all of a step's
-forward pass, the host needs as long to launch the next product (measured there, 2026-11-30)."""
+"""Of the product that is launched before the host knows how many rows are labelled. In bfloat16 an H200 takes about 0.5 ms
+for it: as long as the host takes to launch the next one after it has waited for a step's whole forward pass (profiled there,
+2026-11-30)."""
 
 
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
@@ -38,9 +39,17 @@ def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | No
 
 
 def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, Gradients | None, Tensor | None]:
+    results, gradients, index = _run(call, kernels, plan)
+    if index is not None:
+        results = results.scatter(index, call.rows)
+    return results, None if gradients is None else gradients.finish(), index
+
+
+def _run(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, GradientSums | None, Tensor | None]:
+    """Results and gradients of all chunks; when it returns the logits are gone, before the gradients may be cast."""
     inputs = call.row_inputs()
     projection = Projection(call, plan)
-    index = projection.labelled_rows()
+    index = projection.begin()
     chunks = projection.chunks(index)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
@@ -52,9 +61,7 @@ def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, G
         kernels.rows(chunk.logits, inputs.select(chunk.span), results.narrow(chunk.span), grad)
         if gradients is not None:
             gradients.add(chunk)
-    if index is not None:
-        results = results.scatter(index, call.rows)
-    return results, None if gradients is None else gradients.finish(), index
+    return results, gradients, index
 
 
 def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, index: Tensor | None) -> Gradients:
@@ -66,16 +73,24 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
     if index is not None:
         inputs, lse, grad_loss = inputs.select(index), lse[:, index], grad_loss[index]
 
-    def run(plan: Plan) -> Gradients:
+    def write_gradient(logits: Tensor, span: slice) -> None:
+        kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
+
+    return gradients_from(call, index, write_gradient)
+
+
+def gradients_from(call: Call, index: Tensor | None, write_gradient: Callable[[Tensor, slice], None]) -> Gradients:
+    """Gradients by projecting again the rows in `index`, None for all; `write_gradient` overwrites their logits."""
+
+    def run(plan: Plan) -> GradientSums:
         chunks = Projection(call, plan).chunks(index)
         gradients = GradientSums(call, plan, index)
         for chunk in chunks:
-            span = chunk.span
-            kernels.row_grad(chunk.logits, inputs.select(span), lse[:, span], grad_loss[span], chunk.logits)
+            write_gradient(chunk.logits, chunk.span)
             gradients.add(chunk)
-        return gradients.finish()
+        return gradients
 
-    return within_memory(call, run, gradients=True)
+    return within_memory(call, lambda plan: run(plan).finish(), gradients=True)
 
 
 class Chunk(NamedTuple):
@@ -102,49 +117,64 @@ class Projection:
         self.weight = call.head.detach()[:classes].to(plan.gemm_dtype)
         self.bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
         self.slab: Tensor | None = None
-        self.done = 0
-        """Rows whose logits the slab holds already."""
+        self.ahead = rows_ahead(call, plan)
+        self.begun = False
+        """Whether the slab holds the logits of the first `ahead` rows."""
 
-    def labelled_rows(self) -> Tensor | None:
-        """As the function of this name; while the host waits, the device projects the first labelled rows."""
-        ahead = rows_ahead(self.call, self.plan)
+    def begin(self) -> Tensor | None:
+        """`labelled_rows` of the call; while the host waits for their number, the device projects the first of them."""
+        ahead = self.ahead
         if not ahead or not may_wait(self.call.input):
             return labelled_rows(self.call, self.plan)
         labelled = _labelled(self.call)
         first = torch.nonzero_static(labelled, size=ahead, fill_value=0)[:, 0]
         counted = _sent(torch.stack((labelled.sum(), first[-1])))
-        # Where a weight's gradient is to come, memory is dearer than a copy of these logits into a slab of the right size.
-        recipe = self.call.recipe
-        slab = self._slab_of(ahead if recipe.gradient_in_forward and recipe.needs.weight else self.plan.chunk_rows)
+        slab = self._slab_of(ahead if self._can_grow() else max(map(_length, self.plan.spans(self.call.rows))))
         self._multiply(self.input[first].to(self.plan.gemm_dtype), slab[:ahead])
         count, last = counted()
         index = _skipping(labelled, count, self.plan)
         # Where all rows are projected, the first labelled ones have to be the first of all.
-        self.done = ahead if index is not None or last == ahead - 1 else 0
+        self.begun = index is not None or last == ahead - 1
         return index
+
+    def _can_grow(self) -> bool:
+        """Whether the slab may begin with the first rows alone: two are alive while a larger one takes over.
+
+        It may where gradients that are still to be made need more memory than that. Elsewhere the slab has its full size at
+        once, however few rows are labelled.
+        """
+        recipe, plan = self.call.recipe, self.plan
+        if not recipe.gradient_in_forward:
+            return False
+        gradients = plan.input_bytes * recipe.needs.input + plan.weight_bytes * recipe.needs.weight
+        return self.ahead * (plan.slab_bytes // plan.chunk_rows) <= gradients
 
     def chunks(self, index: Tensor | None) -> Iterator[Chunk]:
         """Chunk after chunk of the rows in `index`, None for all.
 
         The first product is launched at once, so that the device has work while the caller allocates what it needs.
         """
-        x, dtype = self.input, self.plan.gemm_dtype
+        x = self.input
         spans = list(self.plan.spans(self.call.rows if index is None else index.shape[0]))
         if not spans:
             return iter(())
-        longest = max(span.stop - span.start for span in spans)
+        longest = max(map(_length, spans))
         slab = self._slab_of(longest)
         gathered = None if index is None else x.new_empty((longest, x.shape[1]))
 
         def projected(span: slice) -> Chunk:
-            size = span.stop - span.start
+            size = _length(span)
             if index is None or gathered is None:
                 rows = x[span]
             else:
                 rows = torch.index_select(x, 0, index[span], out=gathered[:size])
-            rows, logits = rows.to(dtype), slab[:size]
-            self._multiply(rows[self.done :], logits[self.done :])
-            self.done = 0
+            rows, logits = rows.to(self.plan.gemm_dtype), slab[:size]
+            # In two products even if nothing was projected ahead: what a row gives may not depend on whether the host waited.
+            ahead = min(self.ahead, size) if span is spans[0] else 0
+            if ahead and not self.begun:
+                self._multiply(rows[:ahead], logits[:ahead])
+            if ahead < size:
+                self._multiply(rows[ahead:], logits[ahead:])
             return Chunk(span, rows, self.weight, logits, last=span is spans[-1])
 
         return itertools.chain((projected(spans[0]),), map(projected, spans[1:]))
@@ -154,8 +184,8 @@ class Projection:
         slab = self.slab
         if slab is None or slab.shape[0] < rows:
             slab = self.input.new_empty((rows, self.weight.shape[0]), dtype=self.plan.gemm_dtype)
-            if self.slab is not None:
-                slab[: self.done] = self.slab[: self.done]
+            if self.slab is not None and self.begun:
+                slab[: self.ahead] = self.slab[: self.ahead]
             self.slab = slab
         return slab
 
@@ -323,6 +353,10 @@ def rows_ahead(call: Call, plan: Plan) -> int:
     row_flop = 2 * _classes(call) * call.input.shape[1]
     rows = round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
     return rows if call.input.is_cuda and rows <= plan.chunk_rows // 2 else 0
+
+
+def _length(span: slice) -> int:
+    return int(span.stop - span.start)
 
 
 def _labelled(call: Call) -> Tensor:

@@ -256,10 +256,13 @@ def _what_it_needs(call: Call, plan: Plan, gradients: bool) -> str:
     )
     listed = "; ".join(f"{size} for {what}" for size, what in parts if size)
     less = _needing_less(call, plan, gradients)
-    if less is None:
-        advice = "smaller chunks would not need less"
+    if less is not None:
+        ranks = " on every rank" if plan.ranks > 1 else ""
+        advice = f"chunk_size={less.chunk_rows}{ranks} would need {_needed(call, less, gradients)}"
+    elif call.options.chunk_size is not None:
+        advice = "another chunk_size, or none, may need less"
     else:
-        advice = f"chunk_size={less.chunk_rows} would need {_needed(call, less, gradients)}"
+        advice = "smaller chunks would not need less"
     return (
         f"fused_linear_cross_entropy with (N, V, H) = {_shape(call)} needs {_needed(call, plan, gradients)} bytes beyond its "
         f"arguments and the products' workspace: {listed}. {advice}"

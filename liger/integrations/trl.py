@@ -25,9 +25,9 @@ from .. import dispatch, spec
 from ..autograd import refuse_second_derivative
 from ..backends import linear
 from ..backends.plan import Plan, plan_for, within_memory
-from ..call import Call, Gradients, Needs, Recipe
+from ..call import Call, Needs, Recipe
 from ..checks import check_target_values, check_tensors
-from ..context import autocast_dtype, without_autocast
+from ..context import autocast_dtype, in_backward, without_autocast
 from ..functional import liger_cross_entropy, liger_fused_linear_cross_entropy
 from ..options import CrossEntropyOptions, CrossEntropyOutput
 from ..spec import RowInputs, RowResults
@@ -170,16 +170,8 @@ class _Statistics(torch.autograd.Function):
                     slope *= 1 - (s / inputs.options.softcap) ** 2
                 part.copy_(total.add_(slope))
 
-        def run(plan: Plan) -> Gradients:
-            chunks = linear.Projection(call, plan).chunks(None)
-            gradients = linear.GradientSums(call, plan, None)
-            for chunk in chunks:
-                write_gradient(chunk.logits, chunk.span)
-                gradients.add(chunk)
-            return gradients.finish()
-
-        with without_autocast(input):
-            return (*within_memory(call, run, gradients=True), None, None)
+        with in_backward(input):
+            return (*linear.gradients_from(call, None, write_gradient), None, None)
 
 
 def _lse(results: RowResults) -> Tensor:

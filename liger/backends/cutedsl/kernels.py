@@ -6,7 +6,8 @@ come in flight; the other warps, the consumers, take the pieces in turn:
 
     statistics   each thread keeps a running (maximum, sum) of the logits that it reads from the pieces
     exchange     every warp sends its pair to every block of the cluster, straight into their shared memory, where the
-                 arriving bytes themselves complete a barrier: one hop, and no barrier of a whole block or cluster
+                 arriving bytes themselves complete a barrier: one hop, and no barrier of a whole block or cluster; a
+                 block alone stores it, and its warps arrive
     gradient     from the pieces, which are still on chip, rounded once; a piece read for the last time is free for the
                  producer, which by then is loading the next rows
 
@@ -607,7 +608,7 @@ class RowKernel:
             if p.lane < layout.cluster:  # a lane for each block
                 for i in cutlass.range_constexpr(self.entry_words // 4):
                     arch.store_async_dsmem((mine + 4 * i).align(VECTOR_BYTES), halves[i], barrier, p.lane)
-        else:  # a block alone has no cluster to send through
+        else:  # the same without a cluster's stores, which compute-sanitizer refuses in a cluster of one block
             if p.lane == 0:
                 for i in cutlass.range_constexpr(self.entry_words):
                     (cute.recast_ptr(mine, dtype=Int32) + i).store(halves[i // 4][i % 4])
