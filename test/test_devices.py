@@ -55,7 +55,7 @@ def test_backward_may_be_the_first_on_its_thread(flce):
     """Which begins with a product there; a warning would be an error."""
     if flce.device != "cuda":
         pytest.skip("a CPU needs no context")
-    command = [sys.executable, "-W", "error::UserWarning", "-c", FIRST_ON_ITS_THREAD, flce.row.backend]
+    command = [sys.executable, "-W", "error:Attempting to run cuBLAS:UserWarning", "-c", FIRST_ON_ITS_THREAD, flce.row.backend]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
