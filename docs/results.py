@@ -819,8 +819,8 @@ WATCHED = {
     "blocks": "blocks of Python's allocator",
     "tensors": "tensors made since the warm-up",
     "threads": "threads",
-    "triton": "Triton's compiled kernels and the keys that lead to them",
-    "cutedsl": "CuTe DSL's compiled kernels and their places on the GPU",
+    "triton_compiled": "Triton's compiled kernels and the keys that lead to them",
+    "cutedsl_compiled": "CuTe DSL's compiled kernels and their places on the GPU",
     "graphs": "graphs traced by Dynamo",
 }
 

@@ -119,13 +119,6 @@ AROUND_IT = (
     Mutant("lose what was projected ahead", LINEAR, "slab[: self.ahead] = self.slab[: self.ahead]", "pass"),
     Mutant("project again what is done", LINEAR, "if ahead and not self.begun:", "if ahead:"),
     Mutant(
-        "keep the logits",
-        LINEAR,
-        "self.begun = False\n",
-        "self.begun = False; globals().setdefault('_all', []).append(self)\n",
-    ),
-    Mutant("begin with two slabs always", LINEAR, "(plan.slab_bytes // plan.chunk_rows) <= gradients", "0 <= gradients"),
-    Mutant(
         "forget to scatter",
         LINEAR,
         "self.input.index_copy_(0, self.index[span], rows.to(self.input.dtype))",
@@ -348,6 +341,8 @@ ENDURANCE = (
             ("take fewer rows than the caller asked for", PLAN, "call.options.chunk_size is not None or agreed", "agreed"),
             ("let each rank choose its chunks", PLAN, "split is not None and split.ranks > 1", "False"),
             ("say less than is needed", PLAN, "kept = self.input_bytes * input + ", "kept = "),
+            ("keep the logits", LINEAR, "self.begun = False\n", "self.begun = False; vars(plan_for).update(last=self)\n"),
+            ("begin with two slabs always", LINEAR, "(plan.slab_bytes // plan.chunk_rows) <= gradients", "0 <= gradients"),
         )
     ),
     Mutant("smooth all rows in one product", SPEC, "(shifted * w).sum(-1)", "shifted @ w", subjects=("isolation",)),

@@ -246,9 +246,9 @@ class Sample(NamedTuple):
     tensors: int
     """That Python's collector sees; not those of the warm-up."""
     threads: int
-    triton: int
+    triton_compiled: int
     """Compiled kernels, and keys that lead to them."""
-    cutedsl: int
+    cutedsl_compiled: int
     graphs: int
     """That Dynamo has traced."""
 
@@ -263,7 +263,7 @@ def tolerances(calls: int) -> dict[str, float]:
     tenth call costs: an object is at least a block, and a graph that is kept alive has thousands of bytes.
     """
     return {
-        **dict.fromkeys(("allocated", "tensors", "threads", "triton", "cutedsl", "graphs"), 0),
+        **dict.fromkeys(("allocated", "tensors", "threads", "triton_compiled", "cutedsl_compiled", "graphs"), 0),
         "blocks": 500 + calls / 10,
         "reserved": 3 * (20 << 20),  # segments of torch's allocator: among which of them blocks lie is chance
         "resident": (32 << 20) + 100 * calls,  # arenas of the C library come and go in megabytes
@@ -376,10 +376,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch's own tracing
     samples: list[Sample] = []
-    print(" ".join(f"{name:>12}" for name in Sample._fields))
+    print(" ".join(f"{name:>16}" for name in Sample._fields))
     for found in run(given.calls, given.device, given.seed):
         samples.append(found)
-        print(" ".join(f"{value:12}" for value in found), flush=True)
+        print(" ".join(f"{value:16}" for value in found), flush=True)
     if given.out is not None:
         records.write(given.out, Sample._fields, samples, given.device)
     grown = growths(samples)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import batch_rows
 import pytest
+import records
 import sanitize
 import soak
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,3 +68,10 @@ def test_tables_of_the_soak_and_the_sanitizer(tmp_path, results):
 @pytest.mark.parametrize("part", ["soak", "sanitizer", "batch_rows"])
 def test_without_a_file_there_is_no_table(results, part):
     assert getattr(results, part)() == results.NOTHING
+
+
+def test_no_column_is_there_twice(tmp_path):
+    with pytest.raises(ValueError, match=r"columns \['triton'\]"):
+        records.write(tmp_path / "any.csv", ("calls", "triton"), [], torch.device("cpu"))
+    for columns in (soak.Sample._fields, batch_rows.Line._fields):
+        records.write(tmp_path / "any.csv", columns, [], torch.device("cpu"))

@@ -159,7 +159,7 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
     """As many as the package chooses: the results are those of a call without."""
     if flce.device != "cuda":
         pytest.skip("too large for a CPU")
-    inputs = flce.inputs(4096, 128256, 1024, dtype=BF16, ignored=0.0)
+    inputs = flce.inputs(4096, 128256, 2048, dtype=BF16, ignored=0.0)
     inputs.target[labelled:] = -100
     chosen, seen = linear.rows_ahead, []
     for ahead in (chosen, lambda call, plan: 0):
@@ -167,7 +167,7 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
         got = flce.outcome(inputs, frozen=frozen)
         if ahead is chosen:
             first = got
-    assert seen == [1152, 0]
+    assert seen == [640, 0]
     for value, expected in zip(_values(first), _values(got), strict=True):
         torch.testing.assert_close(value, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 

@@ -70,6 +70,13 @@ def test_N3_padding_carries_no_mass(loss, vocab):
     assert got.output.loss.item() == pytest.approx(math.log(vocab), rel=2 * torch.finfo(F32).eps)
 
 
+def test_classes_that_a_low_cap_makes_equal(ce):
+    """In float32 both capped scores are the same number: either may be predicted, the first one by rule."""
+    logits = torch.zeros(1, 40)
+    logits[0, 3], logits[0, 6] = 0.875, 1.5
+    ce.check(ce.tensors(logits, torch.tensor([0])), softcap=0.1, return_predicted_tokens=True)
+
+
 @pytest.mark.parametrize("softcap", [30.0, 1.0])
 @pytest.mark.parametrize("vocab", [32000, 65537])
 def test_N4_padding_carries_no_mass_after_the_cap(loss, vocab, softcap):

@@ -200,6 +200,8 @@ def within_memory(call: Call, run: Callable[[Plan], Made], *, gradients: bool) -
         if smaller is None:
             failure.args = (f"{failure}\n{_what_it_needs(call, plan, gradients)}",)
             raise failure
+        if call.input.is_cuda:
+            torch.cuda.empty_cache()  # smaller tensors would split the blocks of the run that failed, and lose the rest of them
         _report_smaller(_shape(call), plan.chunk_rows, smaller.chunk_rows)
         plan = smaller
 
