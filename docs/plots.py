@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results import NOTHING, Result, Run, runs
+from results import NOTHING, Result, Run, made_on, runs
 
 PLOTS = Path(__file__).resolve().parent / "plots"
 THEMES = {"light": "#3a3f45", "dark": "#c9ced6"}
@@ -110,7 +110,7 @@ def vocabulary(run: Run) -> Figure | None:
         "time (ms)",
         lines,
         x_ticks=tuple(sorted({x for line in lines for x, _ in line.points})),
-        made_on=run.made_on,
+        made_on=made_on(found),
     )
 
 
@@ -126,7 +126,7 @@ def labelled(run: Run) -> Figure | None:
         "labelled rows (%)",
         "time (ms)",
         lines,
-        made_on=run.made_on,
+        made_on=made_on(found),
     )
 
 
@@ -184,7 +184,7 @@ def chunks(run: Run) -> Figure | None:
         tuple(lines),
         x_scale="log",
         x_ticks=sizes,
-        made_on=run.made_on,
+        made_on=made_on(swept),
     )
 
 

@@ -30,6 +30,7 @@ MADE_ON = (
     ("driver", "driver "),
     ("torch", "torch "),
     ("triton", "triton "),
+    ("cutlass", "cutlass "),
     ("liger_version", "liger "),
 )
 NOTHING = "No result is checked in yet.\n"
@@ -51,6 +52,8 @@ class Result:
     y: float
     """The median."""
     config: dict[str, Any]
+    facts: tuple[str, ...]
+    """What it was made on, as `MADE_ON` names it, and the date; "" where the line does not tell."""
 
     @staticmethod
     def of(row: Row) -> Result:
@@ -64,7 +67,14 @@ class Result:
             float(row["x_value"]),
             float(row["y_value_50"]),
             json.loads(row[SCHEMA]),
+            (*(f"{word}{row[column]}" if row.get(column) else "" for column, word in MADE_ON), row["timestamp"][:10]),
         )
+
+
+def made_on(results: Iterable[Result]) -> str:
+    """What results were made on, all together: of a fact that differs, every value."""
+    together = [dict.fromkeys(filter(None, values)) for values in zip(*(result.facts for result in results), strict=True)]
+    return ", ".join(" and ".join(sorted(values)) for values in together if values)
 
 
 Label = Callable[[Result], str]
@@ -84,6 +94,11 @@ class Table:
     corner: str = "rows × vocabulary"
     base: str = "the floor"
     memory: str = "extra peak MiB"
+
+    @property
+    def made_on(self) -> str:
+        """What its results were made on."""
+        return made_on(self.results)
 
     @cached_property
     def cells(self) -> Cells:
@@ -151,8 +166,12 @@ class Run:
     """One result file."""
 
     path: Path
-    made_on: str
     results: Sequence[Result]
+
+    @property
+    def made_on(self) -> str:
+        """What its results were made on."""
+        return made_on(self.results)
 
     @property
     def kernel(self) -> str:
@@ -186,7 +205,7 @@ class Run:
 
 def runs(kernel: str | None = None, *, on_cpu: bool | None = None) -> list[Run]:
     """The result files, of one kernel or of all."""
-    found = [Run(path, _made_on(rows[0]), [Result.of(row) for row in rows]) for path, rows in _files() if SCHEMA in rows[0]]
+    found = [Run(path, [Result.of(row) for row in rows]) for path, rows in _files() if SCHEMA in rows[0]]
     return [run for run in found if kernel in (None, run.kernel) and on_cpu in (None, run.on_cpu)]
 
 
@@ -198,11 +217,6 @@ def read(path: Path) -> list[Row]:
     """A CSV file's rows."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
-
-
-def _made_on(row: Row) -> str:
-    facts = [f"{word}{row[column]}" for column, word in MADE_ON if row.get(column)]
-    return ", ".join([*facts, row["timestamp"][:10]])
 
 
 # Which table a result belongs to.
@@ -398,7 +412,7 @@ def _page_of(run: Run) -> str:
     for found in run.tables():
         caption = [found.unit(), *([f"floor: {found.floor}"] if found.floor else [])]
         parts.append(f"### {found.title}\n")
-        parts.append(f"*{'; '.join(caption)}. {run.made_on}.*\n")
+        parts.append(f"*{'; '.join(caption)}. {found.made_on}.*\n")
         parts.append(found.lines(found.providers))
         if (noise := _noise(found)) is not None:
             parts.append(noise)
@@ -455,7 +469,7 @@ def _error_tables(run: Run) -> list[str]:
         ]
         parts += [
             f"### Error from float64: {run.kernel.replace('_', ' ')}\n",
-            f"*bfloat16; {ERRORS[run.kernel]}. {run.made_on}.*\n",
+            f"*bfloat16; {ERRORS[run.kernel]}. {made_on(others)}.*\n",
             table(("case", "", *(metric.replace("_", " ") for metric in metrics)), lines),
         ]
     return parts
@@ -496,7 +510,7 @@ def _summary(run: Run, title: str, only: str = "") -> str:
     found = run.named(title)
     if found is None:
         return ""
-    caption = f"*{found.unit()}; floor: {found.floor}. {run.made_on}.*"
+    caption = f"*{found.unit()}; floor: {found.floor}. {found.made_on}.*"
     return f"{caption}\n\n{found.lines(list(FRIENDLY), FRIENDLY, only)}"
 
 
@@ -664,7 +678,7 @@ def accumulation() -> str:
         ]
         columns = [name.partition(" ")[2].replace("accum", "summed") for name in names]
         config = swept[0].config
-        caption = f"*Error (times that of one chunk); {config['N']} rows, {config['H']} × {config['V']}. {run.made_on}.*\n\n"
+        caption = f"*Error (times that of one chunk); {config['N']} rows, {config['H']} × {config['V']}. {made_on(swept)}.*\n\n"
         return caption + table(("chunks", *columns, r"\(\sqrt{(k+1)/2}\)"), lines)
     return NOTHING
 
@@ -696,7 +710,7 @@ def hf_trainer() -> str:
     size = f"{config['sequences']} × {config['length']} tokens, {config['accumulate']} of them accumulated"
     versions = f"transformers {config['transformers']}, accelerate {config['accelerate']}"
     titles = {"transformers": "the model's own loss", "liger": "patched"}
-    caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {_made_on(rows[0])}.*\n\n"
+    caption = f"*{config['model']}'s dimensions, {size}, {config['dtype']}; {versions}. {made_on(map(Result.of, rows))}.*\n\n"
     return caption + table(("", *(titles[name] for name in names)), lines)
 
 
@@ -748,10 +762,9 @@ def clock() -> str:
             shown = [_spread_ms([r for r in of if _plain_gemms(r, model)]) for of in (before, run.results)]
             if all(shown):
                 lines.append((model, *shown))
-        made_on = run.made_on
     if not lines:
         return NOTHING
-    return f"*ms. {made_on}.*\n\n" + table(("three bare products, 8192 rows", "no load before", "load before"), lines)
+    return f"*ms. {made_on(before)}.*\n\n" + table(("three bare products, 8192 rows", "no load before", "load before"), lines)
 
 
 def _plain_gemms(result: Result, model: str) -> bool:
