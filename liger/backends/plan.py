@@ -52,7 +52,7 @@ class Plan:
     recompute: bool
     """Whether backward projects again because the gradient needs the upstream gradient first."""
     slab_bytes: int
-    """The logits slab, the only one."""
+    """The logits slab: the only one, but for a smaller one that it may take over from before there are gradients."""
     copy_bytes: int
     """The weight in the GEMM's dtype, where its own is another: alive as long as the slab."""
     input_bytes: int
