@@ -288,7 +288,7 @@ def test_two_slabs_are_alive_only_where_gradients_take_more(hidden, ahead, weigh
 
 LARGE = (8192, 128256, 4096)
 GIB, MIB = 1 << 30, 1 << 20
-BESIDE = 192 * MIB
+BESIDE = 256 * MIB
 """For what a plan does not count: the row kernels' temporaries, numbers per row, and the allocator's blocks of 20 MiB."""
 
 
