@@ -573,8 +573,8 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
         wanted = [job for job in show_jobs(arguments.backend) if not arguments.show or job.name in arguments.show]
         if arguments.providers is None:
             return wanted
-        some = [[p for p in job.providers if p.name in arguments.providers or p.chunk_size] for job in wanted]
-        return [replace(job, providers=providers) for job, providers in zip(wanted, some, strict=True)]
+        named = arguments.providers
+        return [replace(job, providers=[p for p in job.providers if p.name in named or p.chunk_size]) for job in wanted]
     known = linear_cross_entropy_providers()
     sweep = [chunked_provider(arguments.backend, size) for size in arguments.chunk_size]
     named = arguments.providers or ([f"liger_{arguments.backend}"] if sweep else None)

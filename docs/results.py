@@ -452,7 +452,7 @@ def _plan_rows(n: int, vocab: int, hidden: int, chunk_size: int | None = None) -
     plan = make_plan(
         (n, vocab, hidden), "cuda", dtype, weight_dtype=dtype, chunk_size=chunk_size, accum_dtype=dtype, recompute=False
     )
-    return max(span.stop - span.start for span in plan.spans(n))
+    return plan.longest(n)
 
 
 def _error_tables(run: Run) -> list[str]:

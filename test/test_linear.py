@@ -177,7 +177,7 @@ def test_rows_ahead_are_few_and_only_on_a_gpu(flce):
     only_the_loop(flce)
     for rows, expected in ((4096, 384), (512, 0), (1024, 384)):
         x, weight = torch.empty(rows, 4096, device="meta"), torch.empty(128256, 4096, device="meta")
-        call = SimpleNamespace(input=x, head=weight, weight=weight, options=SimpleNamespace(vocab_parallel=None))
+        call = SimpleNamespace(input=x, head=weight, options=SimpleNamespace(vocab_parallel=None))
         plan = SimpleNamespace(chunk_rows=rows)
         assert linear.rows_ahead(call, plan) == 0
         on_gpu = SimpleNamespace(is_cuda=True, shape=x.shape)

@@ -225,6 +225,19 @@ def bf16_call(shape, *, weight=True, chunk_size=None, ranks=1):
     return Call(x, torch.empty(n, dtype=torch.int64, device="meta"), head, None, None, recipe)
 
 
+def out_of_memory(call):
+    """(rows a chunk of one plan after the other, what is said), where memory never suffices."""
+    rows = []
+
+    def run(plan):
+        rows.append(plan.chunk_rows)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        plan.within_memory(call, run, gradients=True)
+    return rows, str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "tried"),
     [
@@ -239,15 +252,7 @@ def bf16_call(shape, *, weight=True, chunk_size=None, ranks=1):
     ],
 )
 def test_only_plans_that_need_less_are_tried(shape, options, tried):
-    """Rows a chunk of one plan after the other, as memory would run out."""
-    call, rows = bf16_call(shape, **options), []
-
-    def run(plan):
-        rows.append(plan.chunk_rows)
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        plan.within_memory(call, run, gradients=True)
+    rows, _ = out_of_memory(bf16_call(shape, **options))
     assert rows == tried
 
 
@@ -264,14 +269,9 @@ def test_only_plans_that_need_less_are_tried(shape, options, tried):
 def test_what_would_need_less_is_said(options, rows, advice):
     """With the bytes, where the caller has to choose."""
     call = bf16_call((8192, 128256, 4096), **options)
-
-    def run(plan):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        plan.within_memory(call, run, gradients=True)
+    _, message = out_of_memory(call)
     needed = plan.plan_for(call, rows).needed_bytes(input=True, weight=options.get("weight", True))
-    assert str(raised.value).endswith(advice.format(needed))
+    assert message.endswith(advice.format(needed))
 
 
 @pytest.mark.parametrize(
@@ -320,9 +320,9 @@ def large_inputs(subject):
         pytest.skip("fills a GPU")
     gc.collect()  # an earlier test's error holds its frames
     n, vocab, hidden = LARGE
-    made = subject.inputs(n, vocab, hidden, dtype=torch.bfloat16, ignored=0.1)
-    subject.outcome(made.rows(torch.arange(4096, device="cuda")), reduction="none")
-    return made
+    inputs = subject.inputs(n, vocab, hidden, dtype=torch.bfloat16, ignored=0.1)
+    subject.outcome(inputs.rows(torch.arange(4096, device="cuda")), reduction="none")
+    return inputs
 
 
 def outcome_and_rows(flce, inputs, **options):

@@ -129,7 +129,7 @@ class Projection:
         labelled = _labelled(self.call)
         first = torch.nonzero_static(labelled, size=ahead, fill_value=0)[:, 0]
         counted = _sent(torch.stack((labelled.sum(), first[-1])))
-        slab = self._slab_of(ahead if self._can_grow() else max(map(_length, self.plan.spans(self.call.rows))))
+        slab = self._slab_of(ahead if self._can_grow() else self.plan.longest(self.call.rows))
         self._multiply(self.input[first].to(self.plan.gemm_dtype), slab[:ahead])
         count, last = counted()
         index = _skipping(labelled, count, self.plan)
@@ -155,15 +155,15 @@ class Projection:
         The first product is launched at once, so that the device has work while the caller allocates what it needs.
         """
         x = self.input
-        spans = list(self.plan.spans(self.call.rows if index is None else index.shape[0]))
+        n = self.call.rows if index is None else index.shape[0]
+        spans, longest = list(self.plan.spans(n)), self.plan.longest(n)
         if not spans:
             return iter(())
-        longest = max(map(_length, spans))
         slab = self._slab_of(longest)
         gathered = None if index is None else x.new_empty((longest, x.shape[1]))
 
         def projected(span: slice) -> Chunk:
-            size = _length(span)
+            size = span.stop - span.start
             if index is None or gathered is None:
                 rows = x[span]
             else:
@@ -353,10 +353,6 @@ def rows_ahead(call: Call, plan: Plan) -> int:
     row_flop = 2 * _classes(call) * call.input.shape[1]
     rows = round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
     return rows if call.input.is_cuda and rows <= plan.chunk_rows // 2 else 0
-
-
-def _length(span: slice) -> int:
-    return int(span.stop - span.start)
 
 
 def _labelled(call: Call) -> Tensor:

@@ -90,6 +90,10 @@ class Plan:
             yield slice(start, start + size)
             start, left = start + size, left - size
 
+    def longest(self, rows: int) -> int:
+        """Rows of the longest of `spans`; 0 if there is none."""
+        return max((span.stop - span.start for span in self.spans(rows)), default=0)
+
     def skips(self, labelled: int) -> bool:
         """Whether leaving out the other rows pays: a chunk goes away, or enough rows do."""
         fewer_chunks = -(-labelled // self.chunk_rows) < self.chunks
