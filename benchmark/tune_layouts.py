@@ -3,22 +3,26 @@
 Run on a GPU of compute capability 9.0, 10.0 or 10.3: `python -m benchmark.tune_layouts [--rows 8192] [--vocab 32000 ...]
 [--out layouts.csv]`. For each vocabulary and kernel every candidate is checked against the spec on a few rows, then timed
 with L2 flushed before each run; the floor is the bytes the kernel must move at the rate of a device copy timed in the same
-process. The Triton kernels are timed beside them.
+process. The Triton kernels are timed beside them. `--chosen` times only the layouts that the package uses; `--sustained`
+after matrix products, which lower the clock: that is how the fused loss meets the kernels.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from liger.backends import cutedsl, triton
+from liger.backends.cutedsl import launch
 from liger.backends.cutedsl.kernels import Layout
 from liger.backends.cutedsl.launch import layout_of
 
-from .tune_rows import Problem, arguments, time_ms
+from .common import SustainedLoad
+from .tune_rows import Problem, parser, time_ms
 
 PIPELINES_WARPS_VECTORS = ((1, 16, 2), (1, 16, 4), (2, 8, 2), (2, 8, 4), (3, 4, 4), (4, 4, 4))
 
@@ -33,11 +37,16 @@ def candidates(kernel: str, row_bytes: int) -> Iterator[Layout]:
                 break
 
 
-def timed(problem: Problem, kernel: str, layout: Layout, flush: torch.Tensor, repeats: int) -> float | None:
+def chosen(kernel: str, row_bytes: int) -> Iterator[Layout]:
+    """The one that the package uses."""
+    yield launch.rows_layout(row_bytes) if kernel == "rows" else launch.one_pass_layout(row_bytes)
+
+
+def timed(problem: Problem, kernel: str, layout: Layout, time: Callable[[Callable[[], None]], float]) -> float | None:
     """Time of one launch; None, with the reason on stderr, for a layout whose result is wrong."""
     cutedsl.rows_layout = cutedsl.one_pass_layout = lambda row_bytes: layout
     problem.grad.fill_(float("nan"))
-    ms = time_ms(lambda: problem.run(kernel, cutedsl), flush, repeats)
+    ms = time(lambda: problem.run(kernel, cutedsl))
     if not problem.is_right(kernel):
         print("WRONG", kernel, layout, file=sys.stderr)
         return None
@@ -45,18 +54,24 @@ def timed(problem: Problem, kernel: str, layout: Layout, flush: torch.Tensor, re
 
 
 def main() -> None:
-    args = arguments(__doc__, [4096, 32000, 128256, 151936, 262144])
+    top = parser(__doc__, [4096, 32000, 128256, 151936, 262144])
+    top.add_argument("--chosen", action="store_true", help="only the layouts that the package uses")
+    top.add_argument("--sustained", action="store_true", help="each run after matrix products")
+    args = top.parse_args()
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    load = SustainedLoad(torch.device("cuda" if args.sustained else "cpu")).before(lambda: lambda: None)
+    time = functools.partial(time_ms, flush=flush, repeats=args.repeats, before=load)
+    layouts = chosen if args.chosen else candidates
     table = []
     for vocab in args.vocab:
         problem = Problem(args.rows, vocab, getattr(torch, args.dtype))
-        copy_ms = time_ms(problem.copy, flush, args.repeats)
+        copy_ms = time(problem.copy)
         for kernel in args.kernels:
             floor_ms = copy_ms / 2 if kernel == "loss" else copy_ms
-            ms = time_ms(lambda problem=problem, kernel=kernel: problem.run(kernel, triton), flush, args.repeats)
+            ms = time(lambda problem=problem, kernel=kernel: problem.run(kernel, triton))
             found = [("triton", ms)]
-            for layout in candidates(kernel, vocab * problem.logits.element_size()):
-                ms = timed(problem, kernel, layout, flush, args.repeats)
+            for layout in layouts(kernel, vocab * problem.logits.element_size()):
+                ms = timed(problem, kernel, layout, time)
                 if ms is not None:
                     found.append((" ".join(map(str, layout)), ms))
             for name, ms in sorted(found, key=lambda row: row[1]):

@@ -25,11 +25,12 @@ BLOCKS_AND_WARPS = ((2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16), (819
 HELD = (0, 16384, 32768, 49152, 65536, 98304)
 
 
-def time_ms(run: Callable[[], None], flush: torch.Tensor, repeats: int) -> float:
-    """Median of `repeats` runs, each after overwriting a buffer larger than L2."""
+def time_ms(run: Callable[[], None], flush: torch.Tensor, repeats: int, before: Callable[[], object] = lambda: None) -> float:
+    """Median of `repeats` runs, each after `before` and after overwriting a buffer larger than L2."""
     run()
     pairs = []
     for _ in range(repeats):
+        before()
         flush.zero_()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -96,7 +97,7 @@ def timed(problem: Problem, kernel: str, launch: Launch, flush: torch.Tensor, re
     return ms
 
 
-def arguments(description: str | None, vocabularies: list[int]) -> argparse.Namespace:
+def parser(description: str | None, vocabularies: list[int]) -> argparse.ArgumentParser:
     """The command line of a sweep over launches."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rows", type=int, default=8192)
@@ -105,11 +106,11 @@ def arguments(description: str | None, vocabularies: list[int]) -> argparse.Name
     parser.add_argument("--kernels", nargs="*", default=["rows", "loss", "row_grad"])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", default=None)
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = arguments(__doc__, [32000, 128256, 151936, 262144])
+    args = parser(__doc__, [32000, 128256, 151936, 262144]).parse_args()
     flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     table = []
     for vocab in args.vocab:

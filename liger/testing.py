@@ -357,7 +357,11 @@ def _magnitudes(
     loss = (pull * off_log_p).sum(-1) + z_loss
     u, u_pull = upstream[:, None].abs(), upstream[:, None] * pull
     # The gradient is (its p term) - pull: what pull took away is put back, so that nothing cancels.
-    into_logits = (grad + u_pull).abs() * off_log_p + u_pull.abs() + u * z_pull[:, None] * 2 * off_lse * p
+    single = torch.finfo(torch.float32)
+    least = single.smallest_normal / single.eps  # a smaller p may be flushed to zero before its large factor comes
+    p_term = (grad + u_pull).abs()
+    p_term = torch.where(p < least, p_term.amax(-1, keepdim=True) / p.amax(-1, keepdim=True) * least, p_term)
+    into_logits = p_term * off_log_p + u_pull.abs() + u * z_pull[:, None] * 2 * off_lse * p
     if options.use_token_scaling:  # every factor holds p of the target, whose error is off_log_p there
         loss, z_loss = loss * off_log_p.amax(-1), z_loss * off_log_p.amax(-1)
         into_logits = into_logits * off_log_p.amax(-1, keepdim=True)

@@ -1,5 +1,6 @@
 """The mathematics: against torch's losses, against finite differences, and option by option on every implementation."""
 
+import contextlib
 from dataclasses import fields, replace
 from itertools import product
 
@@ -12,7 +13,7 @@ from liger import explain, spec
 from liger.dispatch import OPS, Request, UnsupportedError, device_info, resolve, table
 from liger.functional import GIVEN_TENSORS
 from liger.options import CrossEntropyOptions
-from liger.testing import CASES, assert_within_budget, reference
+from liger.testing import CASES, Inputs, assert_matches, assert_within_budget, reference, yardstick
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -273,6 +274,19 @@ def test_a_large_element_lends_no_error_to_a_small_one():
     assert_within_budget(truth + torch.tensor([1.9e-9, 1.9e-3]), **near)
     with pytest.raises(AssertionError, match=r"1 of 2 elements .* result\[0\]"):
         assert_within_budget(truth + torch.tensor([2.1e-9, 0]), **near)
+
+
+@pytest.mark.parametrize(("below", "holds"), [(88.0, True), (60.0, False)])
+def test_what_a_gpu_flushes_is_within_budget_whatever_it_is_multiplied_by(below, holds):
+    """p of a score that lies 88 below the others' is no normal float32; its gradient is, where z-loss multiplies it by 60."""
+    inputs = Inputs(torch.tensor([[100.0, 0.0, 100.0 - below]]), torch.tensor([0]))
+    options = CrossEntropyOptions(lse_square_scale=0.3)
+    truth = reference(inputs, options)
+    flushed = truth.outcome.input.float()
+    flushed[0, 2] = 0
+    assert truth.outcome.input[0, 2] > torch.finfo(torch.float32).smallest_normal
+    with contextlib.nullcontext() if holds else pytest.raises(AssertionError, match=r"gradient of input\[0, 2\] = 0"):
+        assert_matches(replace(truth.outcome, input=flushed), truth, yardstick(inputs, options))
 
 
 def test_cases_are_distinct():

@@ -120,6 +120,22 @@ class Tensor:
             self[i] = value
 
 
+def recast_tensor(tensor, dtype):
+    """A register tensor of 16-bit floats as words of 32 bits."""
+    assert tensor.pointer is None
+    assert dtype is INT32
+    words = Tensor(tensor.shape // 2, dtype)
+    halves = torch.tensor([float(value) for value in tensor.load()]).to(tensor.dtype.dtype)
+    words.store(halves.view(torch.int32).tolist())
+    return words
+
+
+def make_ptr(dtype, address, space, assumed_align):
+    """To shared memory from what `Pointer.toint` gives, or to all of the process's memory from a number."""
+    offset, block = (address.offset, address.block) if space == "shared" else (address, None)
+    return Pointer(dtype, offset, block).align(assumed_align)
+
+
 class Vector(list):
     """What a tensor's load gives."""
 
@@ -198,6 +214,8 @@ def _store_async(pointer, values, barrier, peer):
 
 def _inline_ptx(code, write_only_types=None, read_only_args=()):
     if code.startswith("mov.b32"):
+        if write_only_types == [FLOAT32]:
+            return np.uint32(read_only_args[0] & 0xFFFFFFFF).view("<f4")
         return int(np.float32(read_only_args[0]).view("<i4"))
     destination, source, size, barrier = read_only_args
     assert code.startswith("cp.async.bulk.shared::cluster.global")
@@ -265,8 +283,9 @@ def load_kernels():
         arch=arch,
         jit=_same,
         kernel=_same,
-        AddressSpace=types.SimpleNamespace(gmem="global"),
-        make_ptr=lambda dtype, address, space, assumed_align: Pointer(dtype, address).align(assumed_align),
+        AddressSpace=types.SimpleNamespace(gmem="global", smem="shared"),
+        make_ptr=make_ptr,
+        recast_tensor=recast_tensor,
         make_layout=_same,
         recast_ptr=lambda pointer, dtype: Pointer(dtype, pointer.offset, pointer.block),
         make_tensor=lambda pointer, size: Tensor(size, pointer.dtype, pointer),

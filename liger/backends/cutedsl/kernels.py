@@ -18,7 +18,8 @@ one pass only (statistics, or the gradient from known ones) free a piece as soon
 A block may hold several such pipelines, each with a ring, a producer and consumers of its own, which share its rows: short
 rows leave little to do between two exchanges, and while one pipeline waits the others work.
 
-In order to be read at once, target logits are taken from the pieces as they pass; a row is not touched in any other way.
+Target logits are taken from the pieces as they pass, so that nothing waits for them; where statistics are known already, the
+thread that writes the target's gradient reads its logit first. A row is not touched in any other way.
 """
 
 from __future__ import annotations
@@ -176,6 +177,27 @@ class _Pipeline(NamedTuple):
     """Those in which every thread has all its vectors."""
 
 
+class _Statistics(NamedTuple):
+    """Of the logits that a thread has seen of a row, or of the row."""
+
+    maximum: Any
+    sum_exp: Any
+    """sum exp(s - maximum)"""
+    weighted: Any
+    """sum w (s - maximum)"""
+    weight: Any
+    """sum w"""
+    target_logit: Any
+    """s of the target, or -inf."""
+    best: Any
+    """Least index of the maximum."""
+
+    @staticmethod
+    def of_nothing() -> _Statistics:
+        """Before any logit was seen."""
+        return _Statistics(Float32(LOWEST), Float32(0.0), Float32(0.0), Float32(0.0), Float32(-math.inf), Int32(NONE))
+
+
 class _Cap(NamedTuple):
     """A soft cap, and its inverse."""
 
@@ -218,6 +240,11 @@ def exp2(x):
 def bits(x):
     """The 32 bits of a float."""
     return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def float_of(x):
+    """The float of 32 bits."""
+    return arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 def tree(operation, values):
@@ -425,10 +452,12 @@ class RowKernel:
                 if const_expr(not self.reads_all):
                     if a.target_weight != 0:
                         target_weight = load(Float32, a.target_weight, row)
-                target_logit, weighted, best = Float32(0.0), Float32(0.0), Int32(0)
+                target_logit = Float32(0.0)
+                whole = _Statistics.of_nothing()
                 if const_expr(self.has_stats):
-                    m, sum_exp, target_logit, weighted, best = self._statistics(a, p, cap, position, exchanges, local_y)
-                    log_sum = cute.math.log(sum_exp, fastmath=False)
+                    whole = self._statistics(a, p, cap, position, exchanges, local_y)
+                    m, target_logit = whole.maximum, whole.target_logit
+                    log_sum = cute.math.log(whole.sum_exp, fastmath=False)
                     exchanges += 1
                 else:
                     m, log_sum = load(Float32, a.lse, row), load(Float32, a.lse, a.lse_stride + row)
@@ -440,12 +469,12 @@ class RowKernel:
                 if const_expr(self.reads_all):
                     if speaks:
                         store(Float32, a.lse, row, m)
-                        store(Float32, a.loss, row, sum_exp)
+                        store(Float32, a.loss, row, whole.sum_exp)
                         store(Float32, a.lse, a.lse_stride + row, target_logit - m if here else Float32(math.nan))
                         if const_expr(variant.smoothing):
-                            store(Float32, a.z_loss, row, weighted)
+                            store(Float32, a.z_loss, row, whole.weighted)
                         if const_expr(variant.predicted):
-                            store(Int64, a.predicted, row, best)
+                            store(Int64, a.predicted, row, whole.best)
                 else:
                     nll = log_sum - (target_logit - m)
                     t = scale if in_range else Float32(math.nan)
@@ -459,14 +488,14 @@ class RowKernel:
                         if speaks:
                             loss = b * nll  # b = t (1 - e) w_y / D
                             if const_expr(variant.smoothing):
-                                loss += d * (weight_sum * log_sum - weighted)
+                                loss += d * (weight_sum * log_sum - whole.weighted)
                             z = t * inverse_z * (a.lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
-                            self._write_results(a, row, loss + z, z, Int64(best), m, log_sum)
+                            self._write_results(a, row, loss + z, z, Int64(whole.best), m, log_sum)
                     if const_expr(self.has_grad):
                         c = b + d * weight_sum + t * inverse_z * 2.0 * a.lse_square_scale * lse
                         if const_expr(variant.scaled):
                             c, b, d = c * a.logit_scale, b * a.logit_scale, d * a.logit_scale
-                        self._gradient(a, p, cap, row, position, local_y, m, log_sum * LOG2_E, c, b, d)
+                        self._gradient(a, p, cap, row, position, local_y, target_logit, m, log_sum * LOG2_E, c, b, d)
                 position += p.pieces * self.reads
             else:
                 if const_expr(self.has_stats):
@@ -504,22 +533,38 @@ class RowKernel:
         scores = []
         for j in range(self.layout.vectors):
             offset = (p.thread + j * (self.layout.warps * WARP)) * self.width
-            source = cute.make_tensor(
-                (p.ring + slot * self.piece_elements + offset).align(VECTOR_BYTES), cute.make_layout(self.width)
-            )
+            place = self._aligned(p.ring + slot * self.piece_elements + offset)
             fragment = cute.make_rmem_tensor(self.width, self.dtype)
-            cute.autovec_copy(source, fragment)
-            values = fragment.load().to(Float32)
-            scores.append([self._score(a, values[e], cap) for e in range(self.width)])
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(self.width)), fragment)
+            scores.append([self._score(a, value, cap) for value in self._floats(fragment)])
         return scores
+
+    def _aligned(self, pointer):
+        """A pointer to shared memory that is known to be that of a vector; `pointer.align` would round it up at run time."""
+        return cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+
+    def _floats(self, fragment):
+        """The elements of a register tensor in fp32."""
+        if self.dtype is not cutlass.BFloat16:
+            values = fragment.load().to(Float32)
+            return [values[e] for e in range(self.width)]
+        words = cute.recast_tensor(fragment, Int32)  # one instruction an element; the compiler's conversion takes 1.5
+        pairs = [(words[i] << 16, words[i] & -65536) for i in range(self.width // 2)]
+        return [float_of(half) for pair in pairs for half in pair]
 
     def _vector(self, p, piece, j):
         """Which vector of the slice the thread's `j`-th of a piece is."""
         return piece * self.layout.piece_vectors + j * (self.layout.warps * WARP) + p.thread
 
-    def _class_weights(self, a, p, vector):
-        """Those of a vector's classes."""
-        return [load(Float32, a.class_weight, Int64(p.start + vector * self.width + e)) for e in range(self.width)]
+    def _class_weights(self, a, p, first, count):
+        """Those of so many classes from one on, which is counted from the slice's start; without any, ones."""
+        if not self.variant.class_weight:
+            return [Float32(1.0)] * count
+        return [load(Float32, a.class_weight, Int64(p.start + first + e)) for e in range(count)]
+
+    def _element(self, p, slot, index):
+        """One logit of a piece."""
+        return (p.ring + slot * self.piece_elements + index).load()
 
     @cute.jit
     def _release(self, p, slot: Int32):
@@ -530,26 +575,20 @@ class RowKernel:
 
     @cute.jit
     def _statistics(self, a, p, cap, position: Int32, exchanges: Int32, local_y: Int32):
-        """(m, sum exp(s - m), s of the target, sum w (s - m), arg max) of the row; -inf for a target that is not there."""
-        m, sum_exp = Float32(LOWEST), Float32(0.0)
-        weighted, weight = Float32(0.0), Float32(0.0)  # sum w (s - m) and sum w
-        target_logit, best = Float32(-math.inf), Int32(NONE)
+        """The row's statistics, in every thread of every block that owns it."""
+        stats = _Statistics.of_nothing()
         for piece in cutlass.range(p.full_pieces, unroll=1):
-            m, sum_exp, weighted, weight, target_logit, best = self._add_piece(
-                a, p, cap, position, piece, local_y, m, sum_exp, weighted, weight, target_logit, best, False
-            )
+            stats = self._add_piece(a, p, cap, position, piece, local_y, stats, False)
         for piece in cutlass.range(p.full_pieces, p.pieces, unroll=1):
-            m, sum_exp, weighted, weight, target_logit, best = self._add_piece(
-                a, p, cap, position, piece, local_y, m, sum_exp, weighted, weight, target_logit, best, True
-            )
-        return self._exchange(p, exchanges, m, sum_exp, weighted, weight, target_logit, best)
+            stats = self._add_piece(a, p, cap, position, piece, local_y, stats, True)
+        return self._exchange(p, exchanges, stats)
 
     @cute.jit
     def _add_piece(
-        self, a, p, cap, position: Int32, piece: Int32, local_y: Int32, m: Float32, sum_exp: Float32, weighted: Float32,
-        weight: Float32, target_logit: Float32, best: Int32, masked: cutlass.Constexpr[bool],
+        self, a, p, cap, position: Int32, piece: Int32, local_y: Int32, stats, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Fold a thread's part of a piece into its statistics; the target's logit falls to every thread."""
+        m, sum_exp, weighted, weight, target_logit, best = stats
         variant, layout = self.variant, self.layout
         slot = (position + piece) % layout.slots
         arch.mbarrier_wait(p.full + slot, ((position + piece) // layout.slots) & 1)
@@ -573,49 +612,43 @@ class RowKernel:
             weighted = moved(weighted, weight, m - larger)
             for j in cutlass.range_constexpr(layout.vectors):
                 here = vectors[j] < p.vectors
-                weights = [Float32(1.0)] * self.width
-                if const_expr(variant.class_weight):
-                    weights = self._class_weights(a, p, cutlass.min(vectors[j], p.vectors - 1))
+                weights = self._class_weights(a, p, cutlass.min(vectors[j], p.vectors - 1) * self.width, self.width)
                 terms = [w * (s - larger) for w, s in zip(weights, scores[j], strict=True)]
                 weighted += cutlass.select_(here, tree(add, terms), Float32(0.0))
                 weight += cutlass.select_(here, tree(add, weights), Float32(0.0))
         within = local_y - piece * self.piece_elements
         if (local_y >= 0) & (local_y < p.vectors * self.width) & (within >= 0) & (within < self.piece_elements):
-            target_logit = self._score(a, (p.ring + slot * self.piece_elements + within).load(), cap)
+            target_logit = self._score(a, self._element(p, slot, within), cap)
         if const_expr(not variant.resident):
             self._release(p, slot)
-        return larger, sum_exp, weighted, weight, target_logit, best
+        return _Statistics(larger, sum_exp, weighted, weight, target_logit, best)
 
     @cute.jit
-    def _exchange(
-        self, p, exchanges: Int32, m: Float32, sum_exp: Float32, weighted: Float32, weight: Float32, target_logit: Float32,
-        best: Int32,
-    ):  # fmt: skip
-        """From the statistics of threads to those of the row, in every thread of every block that owns it.
+    def _exchange(self, p, exchanges: Int32, stats):
+        """From the statistics of threads to those of the row.
 
         Entries lie in two buffers in turn. A warp that sends into one again has received everything of the exchange in
         between: so every warp has sent that, and has read this buffer before.
         """
         layout = self.layout
-        m, sum_exp, weighted, weight, best = self._combine_warp(m, sum_exp, weighted, weight, best)
+        m, sum_exp, weighted, weight, target_logit, best = self._combine_warp(stats)
         buffer = p.entries + (exchanges & 1) * (self.entries * self.entry_words)
         barrier = p.arrived + (exchanges & 1)
-        mine = (buffer + (p.rank * layout.warps + p.warp) * self.entry_words).align(VECTOR_BYTES)
+        mine = self._aligned(buffer + (p.rank * layout.warps + p.warp) * self.entry_words)
         halves = [(bits(m), bits(sum_exp), bits(target_logit), bits(weighted)), (bits(weight), best, Int32(0), Int32(0))]
         if const_expr(layout.cluster > 1):
             if p.thread == 0:
                 arch.mbarrier_arrive_and_expect_tx(barrier, self.entries * self.entry_words * 4)
             if p.lane < layout.cluster:  # a lane for each block
                 for i in cutlass.range_constexpr(self.entry_words // 4):
-                    arch.store_async_dsmem((mine + 4 * i).align(VECTOR_BYTES), halves[i], barrier, p.lane)
+                    arch.store_async_dsmem(self._aligned(mine + 4 * i), halves[i], barrier, p.lane)
         else:  # the same without a cluster's stores, which compute-sanitizer refuses in a cluster of one block
             if p.lane == 0:
                 for i in cutlass.range_constexpr(self.entry_words):
                     (cute.recast_ptr(mine, dtype=Int32) + i).store(halves[i // 4][i % 4])
                 arch.mbarrier_arrive(barrier)
         arch.mbarrier_wait(barrier, (exchanges >> 1) & 1)
-        m, sum_exp, weighted, weight = Float32(LOWEST), Float32(0.0), Float32(0.0), Float32(0.0)
-        target_logit, best = Float32(-math.inf), Int32(NONE)
+        m, sum_exp, weighted, weight, target_logit, best = _Statistics.of_nothing()
         for i in cutlass.range_constexpr(-(-self.entries // WARP)):
             index = p.lane + i * WARP
             if index < self.entries:
@@ -632,15 +665,17 @@ class RowKernel:
                     weight += their_weight
                 sum_exp = sum_exp * exp2((m - larger) * LOG2_E) + their_sum * exp2((their_m - larger) * LOG2_E)
                 m = larger
-        target_logit = arch.warp_reduction(target_logit, arch.fmax)
-        m, sum_exp, weighted, weight, best = self._combine_warp(m, sum_exp, weighted, weight, best)
+        m, sum_exp, weighted, weight, target_logit, best = self._combine_warp(
+            _Statistics(m, sum_exp, weighted, weight, target_logit, best)
+        )
         if best == NONE:  # a row that has no maximum: all NaN or all -inf
             best = Int32(0)
-        return m, sum_exp, target_logit, weighted, best
+        return _Statistics(m, sum_exp, weighted, weight, arch.warp_reduction(target_logit, arch.fmax), best)
 
     @cute.jit
-    def _combine_warp(self, m: Float32, sum_exp: Float32, weighted: Float32, weight: Float32, best: Int32):
-        """The statistics of a warp's threads together."""
+    def _combine_warp(self, stats):
+        """The statistics of a warp's threads together; of the target's logit each has its own."""
+        m, sum_exp, weighted, weight, target_logit, best = stats
         largest = arch.warp_reduction(m, arch.fmax)
         sum_exp = arch.warp_reduction(sum_exp * exp2((m - largest) * LOG2_E), add)
         if const_expr(self.variant.smoothing):
@@ -648,26 +683,40 @@ class RowKernel:
             weight = arch.warp_reduction(weight, add)
         if const_expr(self.variant.predicted):
             best = arch.warp_redux_sync(best if m == largest else Int32(NONE), "min")
-        return largest, sum_exp, weighted, weight, best
+        return _Statistics(largest, sum_exp, weighted, weight, target_logit, best)
 
     @cute.jit
     def _gradient(
-        self, a, p, cap, row: Int32, position: Int32, local_y: Int32, m: Float32, log2_sum: Float32, c: Float32,
-        b: Float32, d: Float32,
+        self, a, p, cap, row: Int32, position: Int32, local_y: Int32, target_logit: Float32, m: Float32, log2_sum: Float32,
+        c: Float32, b: Float32, d: Float32,
     ):  # fmt: skip
-        """Write the gradient of the block's slice of a row, from the pieces, which it frees. `c` is the spec's a."""
+        """Write the gradient of the block's slice of a row, from the pieces, which it frees. `c` is the spec's a.
+
+        The target's element, too, is formed in fp32 and rounded once. The thread that wrote it as if it were another's
+        writes it again, so that no thread has to ask of every element.
+        """
         start = position + p.pieces * (self.reads - 1)
+        address = a.grad + (Int64(row) * a.grad_stride + p.start) * self.itemsize
+        vector = local_y // self.width
+        mine = (local_y >= 0) & (vector < p.vectors) & (vector % (self.layout.warps * WARP) == p.thread)
+        if const_expr(not self.has_stats):
+            if mine:  # the gradient may be in place, but nobody else writes here
+                place = Int64(row) * a.logits_stride + p.start + local_y
+                target_logit = self._score(a, load(self.dtype, a.logits, place), cap)
         for piece in cutlass.range(p.full_pieces, unroll=1):
-            self._write_piece(a, p, cap, row, start, piece, local_y, m, log2_sum, c, b, d, False)
+            self._write_piece(a, p, cap, address, start, piece, m, log2_sum, c, d, False)
         for piece in cutlass.range(p.full_pieces, p.pieces, unroll=1):
-            self._write_piece(a, p, cap, row, start, piece, local_y, m, log2_sum, c, b, d, True)
+            self._write_piece(a, p, cap, address, start, piece, m, log2_sum, c, d, True)
+        if mine:
+            weights = self._class_weights(a, p, local_y, 1)
+            store(self.dtype, address, local_y, self._gradients([target_logit], weights, cap, m, log2_sum, c, b, d)[0])
 
     @cute.jit
     def _write_piece(
-        self, a, p, cap, row: Int32, start: Int32, piece: Int32, local_y: Int32, m: Float32, log2_sum: Float32,
-        c: Float32, b: Float32, d: Float32, masked: cutlass.Constexpr[bool],
+        self, a, p, cap, address: Int64, start: Int32, piece: Int32, m: Float32, log2_sum: Float32, c: Float32, d: Float32,
+        masked: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Write the thread's part of the gradient of a piece."""
+        """Write the thread's part of the gradient of a piece, as if the target were not in it."""
         layout = self.layout
         slot = (start + piece) % layout.slots
         if const_expr(not self.variant.resident):
@@ -676,46 +725,34 @@ class RowKernel:
         self._release(p, slot)
         for j in cutlass.range_constexpr(layout.vectors):
             vector = self._vector(p, piece, j)
+            known = cutlass.min(vector, p.vectors - 1) if const_expr(masked) else vector
+            weights = self._class_weights(a, p, known * self.width, self.width)
+            out = cute.make_rmem_tensor(self.width, Float32)
+            for e, value in enumerate(self._gradients(scores[j], weights, cap, m, log2_sum, c, Float32(0.0), d)):
+                out[e] = value
             if const_expr(masked):
                 if vector < p.vectors:
-                    self._write_vector(a, p, cap, row, scores[j], vector, local_y, m, log2_sum, c, b, d)
+                    store_vector(self.dtype, address + Int64(vector) * VECTOR_BYTES, out)
             else:
-                self._write_vector(a, p, cap, row, scores[j], vector, local_y, m, log2_sum, c, b, d)
+                store_vector(self.dtype, address + Int64(vector) * VECTOR_BYTES, out)
 
-    @cute.jit
-    def _write_vector(
-        self, a, p, cap, row: Int32, scores, vector: Int32, local_y: Int32, m: Float32, log2_sum: Float32, c: Float32,
-        b: Float32, d: Float32,
-    ):  # fmt: skip
-        """Write 16 bytes of the gradient; the target's element is formed in fp32 like the others, and rounded with them."""
-        gradient = [c * exp2((s - m) * LOG2_E - log2_sum) for s in scores]
-        if const_expr(self.variant.smoothing):
-            masses = [d] * self.width
-            if const_expr(self.variant.class_weight):
-                masses = [d * w for w in self._class_weights(a, p, vector)]
-            gradient = [g - mass for g, mass in zip(gradient, masses, strict=True)]
-        slopes = [Float32(1.0)] * self.width
-        if const_expr(self.variant.softcap):
+    def _gradients(self, scores, weights, cap, m, log2_sum, c, b, d):
+        """Of logits with these scores and class weights; `b` is 0 but for the target."""
+        gradient = [c * exp2((s - m) * LOG2_E - log2_sum) - b for s in scores]
+        if self.variant.smoothing:
+            gradient = [g - d * w for g, w in zip(gradient, weights, strict=True)]
+        if self.variant.softcap:
             ratios = [s * cap.inverse for s in scores]
-            slopes = [1.0 - ratio * ratio for ratio in ratios]
-        out = cute.make_rmem_tensor(self.width, Float32)
-        for e in cutlass.range_constexpr(self.width):
-            out[e] = gradient[e] * slopes[e] if const_expr(self.variant.softcap) else gradient[e]
-        if (local_y >= 0) & (local_y // self.width == vector):
-            for e in cutlass.range_constexpr(self.width):
-                if local_y % self.width == e:
-                    out[e] = (gradient[e] - b) * slopes[e]
-        store_vector(self.dtype, self._grad_address(a, p, row, vector), out)
-
-    def _grad_address(self, a, p, row, vector):
-        return a.grad + (Int64(row) * a.grad_stride + p.start + vector * self.width) * self.itemsize
+            gradient = [g * (1.0 - ratio * ratio) for g, ratio in zip(gradient, ratios, strict=True)]
+        return gradient
 
     @cute.jit
     def _write_zeros(self, a, p, row: Int32):
         zeros = cute.make_rmem_tensor(self.width, Float32)
         zeros.fill(0.0)
+        address = a.grad + (Int64(row) * a.grad_stride + p.start) * self.itemsize
         for vector in cutlass.range(p.thread, p.vectors, self.layout.warps * WARP, unroll=4):
-            store_vector(self.dtype, self._grad_address(a, p, row, vector), zeros)
+            store_vector(self.dtype, address + Int64(vector) * VECTOR_BYTES, zeros)
 
 
 class ScaleArguments(NamedTuple):
