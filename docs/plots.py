@@ -139,7 +139,7 @@ def pareto(run: Run) -> Figure | None:
             first = found.setdefault(result.provider, {})
             first.setdefault(result.metric, result.y)
     points = {name: (m["speed"], m["memory"]) for name, m in found.items() if "speed" in m and "memory" in m}
-    chunked = {name: point for name, point in points.items() if re.fullmatch(r"liger_triton_chunk\d+", name)}
+    chunked = {name: point for name, point in points.items() if re.fullmatch(r"liger_(triton|cutedsl)_chunk\d+", name)}
     lines = [Line(name, (points[name],)) for name in STYLES if name in points]
     if not lines:
         return None

@@ -393,6 +393,8 @@ TITLES = {
 COMMANDS = {
     "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
     "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
+    "fused_linear_cross_entropy_settings_h200": "python -m benchmark.benchmark_fused_linear_cross_entropy --show settings "
+    "--providers liger_cutedsl --backend cutedsl",
     "vocab_parallel": "torchrun --nproc-per-node 2 -m benchmark.benchmark_vocab_parallel",
     "training_step": "python -m benchmark.benchmark_training_step",
 }
@@ -405,7 +407,7 @@ def measured() -> str:
 
 def _page_of(run: Run) -> str:
     device = run.made_on.split(",")[0]
-    command = "python -m benchmark.benchmark_cpu" if run.on_cpu else COMMANDS.get(run.kernel, "")
+    command = "python -m benchmark.benchmark_cpu" if run.on_cpu else COMMANDS.get(run.path.stem, COMMANDS.get(run.kernel, ""))
     parts = [f"## {TITLES.get(run.kernel, run.kernel)} on {'a CPU' if run.on_cpu else device}\n"]
     parts.append(f"From {link(run.path)}" + (f", written by `{command}`" if command else "") + ".\n")
     parts.append("".join(f"* {line}\n" for line in _legend(run)))
@@ -523,7 +525,7 @@ def flce_summary() -> str:
     """Fused linear cross entropy, mean: every shape with all rows labelled, one with ignored rows."""
     tables = (("Shapes: `mean`, forward + backward", ""), ("Ignored rows: `mean`, forward + backward", "llama-3.1-8b"))
     found = runs("fused_linear_cross_entropy", on_cpu=False)
-    return "\n".join(_summary(run, *which) for run in found for which in tables) or NOTHING
+    return "\n".join(filter(None, (_summary(run, *which) for run in found for which in tables))) or NOTHING
 
 
 def step_summary() -> str:

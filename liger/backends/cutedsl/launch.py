@@ -46,9 +46,10 @@ def layout_of(cluster: int, pipelines: int, warps: int, vectors: int) -> Layout:
 # `rows` with gradient, by the bytes of a row: up to so many, this layout. Long rows want few blocks with much of them each,
 # since an exchange between blocks costs the same for all sizes, and two blocks always find multiprocessors that lie together
 # (66 clusters of two ran at once, but only 30 of four). Short rows want several pipelines: with one, V = 4096 took 3.3.
-# Measured on one H200 (torch 2.11, triton 3.6, nvidia-cutlass-dsl 4.8.1, 2026-11-29; 8192 rows of bf16), as multiples of one
-# read + one write, and for Triton's kernel in the same run: 1.35 (1.22) at V = 4096, 1.13 (1.10) at 32000, 1.07 (1.20) at
-# 128256, 1.08 (1.21) at 151936, 1.07 (1.30) at 262144. Other architectures use the same layouts; nothing was run there.
+# Measured on one H200 (torch 2.11, triton 3.6, nvidia-cutlass-dsl 4.8.1, 2026-11-30; 8192 rows of bf16), as multiples of one
+# read + one write, and for Triton's kernel in the same run: 1.28 (1.21) at V = 4096, 1.09 (1.08) at 32000, 1.06 (1.21) at
+# 128256, 1.07 (1.22) at 151936, 1.08 (1.30) at 262144; after products, which lower the clock, 1.10 (1.39) at 128256 and 1.15
+# (1.43) at 262144. Other architectures use the same layouts; nothing was run there.
 ROWS: tuple[tuple[float, Layout], ...] = (
     (48 << 10, layout_of(1, 4, 4, 4)),
     (72 << 10, layout_of(1, 3, 4, 4)),
@@ -57,9 +58,9 @@ ROWS: tuple[tuple[float, Layout], ...] = (
     (640 << 10, layout_of(4, 1, 16, 2)),
     (math.inf, layout_of(8, 1, 16, 2)),  # beyond 1664 KiB no cluster holds a row
 )
-# What reads every logit once keeps nothing on chip. Statistics took 0.92 to 1.06 of half a copy from V = 32000 on, and the
-# gradient from known ones 1.06 to 1.07 of a copy (Triton: 0.91 to 1.06, and 1.07 to 1.08); 1.75 and 1.09 at V = 4096 (2.52 and
-# 1.24), all measured as above.
+# What reads every logit once keeps nothing on chip. Statistics took 0.90 to 1.03 of half a copy from V = 32000 on, and the
+# gradient from known ones 1.05 to 1.06 of a copy (Triton: 0.89 to 1.03, and 1.06 to 1.08); 1.74 and 1.08 at V = 4096 (2.49 and
+# 1.25), all measured as above.
 ONE_PASS = layout_of(1, 4, 4, 4)
 
 
