@@ -2,7 +2,8 @@
 
 Every mutant is a text replacement in a temporary copy; the working tree is never touched. The tests run on the torch
 backend, which executes `liger/spec.py`, and where it takes one that scales its saved gradient in place, on Triton's
-interpreter. A mutant that survives is a hole in the suite, and makes the exit status 1.
+interpreter; those of the CuTe DSL kernels run their source in Python. A mutant that survives is a hole in the suite, and
+makes the exit status 1.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Mutant:
     selected: str = WITHOUT_KERNELS
     """Which tests may kill it, as pytest's -k takes it."""
     subjects: tuple[str, ...] = SUBJECTS
-    """The files they are in: test_<subject>.py."""
+    """The files they are in: test_<subject>.py, in the folder before the last slash if there is one."""
 
     def apply(self, source: str) -> str:
         """The broken source.
@@ -51,6 +52,7 @@ class Mutant:
 
 TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, PLAN, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/backends/plan.py", "liger/autograd.py"
+CUTE = "liger/backends/cutedsl/kernels.py"
 KERNELS, REGISTRY, CAPABILITY = "liger/backends/triton/kernels.py", "liger/dispatch/registry.py", "liger/dispatch/capability.py"
 INTERPRETED = "triton-cpu and not mutant"
 
@@ -240,6 +242,25 @@ TRITON_KERNELS = (
     ),
 )
 
+CUTE_KERNELS = tuple(
+    Mutant(f"CuTe DSL: {what}", CUTE, old, new, "not mutant", ("cutedsl/interpreted",))
+    for what, old, new in (
+        ("add sums of different maxima", "their_sum * exp2((their_m - larger) * LOG2_E)", "their_sum"),
+        ("forget that the maximum rose", "sum_exp = sum_exp * exp2((m - larger) * LOG2_E) + tree", "sum_exp = sum_exp + tree"),
+        ("take what lies behind a slice", "cutlass.select_(vector < p.vectors, s, Float32(-math.inf))", "s"),
+        ("swap the halves of a word", "(words[i] << 16, words[i] & -65536)", "(words[i] & -65536, words[i] << 16)"),
+        ("no one-hot", "        if mine:\n            weights", "        if False:\n            weights"),
+        ("look for the target in every block's slice", "Int32(column if here else Int64(-1)) - p.start", "Int32(column)"),
+        ("another row's target at known statistics", "place = Int64(row) * a.logits_stride", "place = Int64(0)"),
+        ("the greatest index of a tie", "(their_best < best)", "(their_best > best)"),
+        ("forget the slope of the soft cap", "[g * (1.0 - ratio * ratio) for", "[g for"),
+        ("smooth all classes alike", "[g - d * w for g, w in", "[g - d for g, w in"),
+        ("read a long row's start again for its end", "start = position + p.pieces * (self.reads - 1)", "start = position"),
+        ("leave ignored rows as they were", "                    self._write_zeros(a, p, row)", "                    pass"),
+        ("leave what no whole vector holds unscaled", "        if index < a.size:", "        if index < 0:"),
+    )
+)
+
 CHOICES = (
     choice(
         "let the variable beat the argument",
@@ -347,7 +368,7 @@ ENDURANCE = (
     ),
     Mutant("smooth all rows in one product", SPEC, "(shifted * w).sum(-1)", "shifted @ w", subjects=("isolation",)),
 )
-MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY + ENDURANCE
+MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CUTE_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY + ENDURANCE
 
 
 @dataclass(frozen=True)
@@ -363,7 +384,8 @@ def tested(copy: Path, selected: str, subjects: tuple[str, ...]) -> subprocess.C
     """The selected tests, up to the first failure, on the package in a copy of the tree."""
     environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-k", selected]
-    tests = [f"test/test_{subject}.py" for subject in subjects]
+    paths = (Path("test", subject) for subject in subjects)
+    tests = [str(path.with_name(f"test_{path.name}.py")) for path in paths]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False)
 
@@ -404,14 +426,20 @@ def judged(mutant: Mutant | None) -> Verdict | None:
     return Verdict(mutant, failure.group(1))
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """The verdicts in Markdown."""
-    lines = ["| mutant | file | verdict | first test that fails |", "| --- | --- | --- | --- |"]
+def table(verdicts: list[Verdict], before: str = "") -> str:
+    """The verdicts in Markdown; of mutants without one, the lines of the table `before`."""
+    lines = {}
     for verdict in verdicts:
         killer = "" if verdict.killer is None else f"`{verdict.killer}`"
         word = "survived" if verdict.killer is None else "killed"
-        lines.append(f"| {verdict.mutant.what} | `{verdict.mutant.file}` | {word} | {killer} |")
-    return "\n".join(lines)
+        lines[_cells(verdict.mutant)] = f"{_cells(verdict.mutant)} {word} | {killer} |"
+    known = [(_cells(mutant), [line for line in before.splitlines() if line.startswith(_cells(mutant))]) for mutant in MUTANTS]
+    shown = [line for cells, old in known for line in ([lines[cells]] if cells in lines else old)]
+    return "\n".join(["| mutant | file | verdict | first test that fails |", "| --- | --- | --- | --- |", *shown])
+
+
+def _cells(mutant: Mutant) -> str:
+    return f"| {mutant.what} | `{mutant.file}` |"
 
 
 def main() -> int:
@@ -434,7 +462,8 @@ def main() -> int:
     print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants killed")
     if arguments.write:
         before, rest = PAGE.read_text("utf-8").split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{table(verdicts)}\n{END}{rest.split(END)[1]}", "utf-8")
+        old, after = rest.split(END)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(verdicts, old)}\n{END}{after}", "utf-8")
     return bool(survivors)
 
 

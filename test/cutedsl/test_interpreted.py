@@ -147,6 +147,25 @@ def test_every_layout(monkeypatch, layout):
     _check_rows(600, torch.bfloat16, CrossEntropyOptions(**EVERYTHING), weighted=True)
 
 
+def test_more_warps_than_a_warp_has_lanes(monkeypatch):
+    """Then a lane combines the statistics of two warps, whose maxima differ; those of the first and the 33rd tie."""
+    layout = Layout(cluster=2, pipelines=1, warps=17, vectors=1, slots=1)
+    monkeypatch.setattr(backend, "rows_layout", lambda row_bytes: layout)
+    per_warp = 32 * 8
+    logits = torch.randn(1, 2 * layout.warps * per_warp).bfloat16()
+    logits[0, [5, 32 * per_warp]] = 9.0
+    options = CrossEntropyOptions(reduction="sum", label_smoothing=0.1, return_predicted_tokens=True)
+    inputs = spec.RowInputs(torch.tensor([7]), options)
+    results = spec.RowResults.empty(1, logits, options, keep_lse=True)
+    grad = torch.empty_like(logits)
+    backend.rows(logits, inputs, results, grad)
+    stats = spec.row_stats(logits.double(), inputs)
+    _close(results.lse, stats.lse)
+    _close(results.loss, spec.row_loss(stats, logits.shape[1], inputs).loss)
+    _close(grad, spec.row_grad(logits.double(), inputs, stats.lse), torch.bfloat16)
+    assert results.predicted.tolist() == [5]
+
+
 @pytest.mark.parametrize("name", [None, "reduction", *EVERYTHING])
 def test_each_option(name):
     chosen = {} if name is None else {name: (EVERYTHING | {"reduction": "sum"})[name]}
