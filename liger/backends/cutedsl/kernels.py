@@ -696,7 +696,7 @@ class RowKernel:
         writes it again, so that no thread has to ask of every element.
         """
         start = position + p.pieces * (self.reads - 1)
-        address = a.grad + (Int64(row) * a.grad_stride + p.start) * self.itemsize
+        address = self._grad_of(a, p, row)
         vector = local_y // self.width
         mine = (local_y >= 0) & (vector < p.vectors) & (vector % (self.layout.warps * WARP) == p.thread)
         if const_expr(not self.has_stats):
@@ -750,9 +750,13 @@ class RowKernel:
     def _write_zeros(self, a, p, row: Int32):
         zeros = cute.make_rmem_tensor(self.width, Float32)
         zeros.fill(0.0)
-        address = a.grad + (Int64(row) * a.grad_stride + p.start) * self.itemsize
+        address = self._grad_of(a, p, row)
         for vector in cutlass.range(p.thread, p.vectors, self.layout.warps * WARP, unroll=4):
             store_vector(self.dtype, address + Int64(vector) * VECTOR_BYTES, zeros)
+
+    def _grad_of(self, a, p, row):
+        """Address of the gradient of the block's slice of a row."""
+        return a.grad + (Int64(row) * a.grad_stride + p.start) * self.itemsize
 
 
 class ScaleArguments(NamedTuple):
