@@ -381,8 +381,9 @@ def test_bench_counts_the_memory_of_the_logits(run):
         pytest.skip("memory of a process is measured on Linux only")
     found = json.loads(answer(run, *QUICK, "--op", CE, "--shape", "1024x16384", "--json"))
     eager = found["measured"][-1]
-    gradient_mib = 1024 * 16384 * 4 / 2**20
-    assert gradient_mib * 0.9 < eager["extra_mib"] < gradient_mib * 3
+    logits_mib = 1024 * 16384 * 4 / 2**20
+    # At most torch's log probabilities, their gradient and the logits' at once, and what pages and the allocator add.
+    assert logits_mib * 0.9 < eager["extra_mib"] < logits_mib * 3.5
 
 
 @pytest.mark.parametrize("flag", sorted(FLAGS.keys() - {"vocab_parallel"}))
