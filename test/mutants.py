@@ -428,13 +428,12 @@ def judged(mutant: Mutant | None) -> Verdict | None:
 
 def table(verdicts: list[Verdict], before: str = "") -> str:
     """The verdicts in Markdown; of mutants without one, the lines of the table `before`."""
-    lines = {}
+    lines = {_cells(mutant): line for line in before.splitlines() for mutant in MUTANTS if line.startswith(_cells(mutant))}
     for verdict in verdicts:
         killer = "" if verdict.killer is None else f"`{verdict.killer}`"
         word = "survived" if verdict.killer is None else "killed"
         lines[_cells(verdict.mutant)] = f"{_cells(verdict.mutant)} {word} | {killer} |"
-    known = [(_cells(mutant), [line for line in before.splitlines() if line.startswith(_cells(mutant))]) for mutant in MUTANTS]
-    shown = [line for cells, old in known for line in ([lines[cells]] if cells in lines else old)]
+    shown = [lines[_cells(mutant)] for mutant in MUTANTS if _cells(mutant) in lines]
     return "\n".join(["| mutant | file | verdict | first test that fails |", "| --- | --- | --- | --- |", *shown])
 
 

@@ -383,7 +383,7 @@ def test_bench_counts_the_memory_of_the_logits(run):
     eager = found["measured"][-1]
     logits_mib = 1024 * 16384 * 4 / 2**20
     # At most torch's log probabilities, their gradient and the logits' at once, and what pages and the allocator add.
-    assert logits_mib * 0.9 < eager["extra_mib"] < logits_mib * 3.5
+    assert logits_mib * 0.9 < eager["extra_mib"] < logits_mib * 3.1
 
 
 @pytest.mark.parametrize("flag", sorted(FLAGS.keys() - {"vocab_parallel"}))
