@@ -40,6 +40,9 @@ LAYOUTS = {
     "two warps": Layout(cluster=1, pipelines=1, warps=2, vectors=1, slots=2),
     "two blocks": Layout(cluster=2, pipelines=1, warps=1, vectors=1, slots=2),
     "two blocks and pipelines": Layout(cluster=2, pipelines=2, warps=1, vectors=1, slots=3),
+    "two teams": Layout(cluster=1, pipelines=1, warps=1, vectors=1, slots=3, teams=2),
+    "two teams of two warps in two blocks": Layout(cluster=2, pipelines=1, warps=2, vectors=1, slots=2, teams=2),
+    "two pipelines of two teams": Layout(cluster=1, pipelines=2, warps=1, vectors=1, slots=3, teams=2),
     "one slot less than a row": Layout(cluster=1, pipelines=1, warps=1, vectors=1, slots=2),
     "two blocks that read twice": Layout(cluster=2, pipelines=1, warps=1, vectors=1, slots=1),
 }
@@ -60,7 +63,7 @@ def _interpreted(monkeypatch, kernels):
         def run(arguments, clusters, stream):
             a = kernels.Arguments(*(kind(value) for kind, value in zip(kernels.ARGUMENT_TYPES, arguments, strict=True)))
             grid = clusters * layout.cluster
-            interpreter.launch(kernel.kernel, a, grid=grid, threads=layout.threads, cluster=layout.cluster)
+            interpreter.launch(kernel.kernel, a, grid=grid, threads=kernel.layout.threads, cluster=layout.cluster)
 
         return Ready(run, CLUSTERS)
 

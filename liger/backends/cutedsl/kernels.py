@@ -55,16 +55,18 @@ class Layout(NamedTuple):
     pipelines: int
     """Independent pipelines of a block, which take rows in turn."""
     warps: int
-    """Consumer warps of a pipeline."""
+    """Consumer warps of a pipeline, or of each of its teams."""
     vectors: int
     """Vectors of 16 bytes that a consumer thread reads of each piece."""
     slots: int
     """Pieces that fit into the ring of a pipeline."""
+    teams: int = 1
+    """2: where a row stays on chip, as many consumer warps more write its gradient while the others read the next row."""
 
     @property
     def threads(self) -> int:
         """Of a block: consumers, and a warp for each producer."""
-        return self.pipelines * (self.warps + 1) * WARP
+        return self.pipelines * (self.warps * self.teams + 1) * WARP
 
     @property
     def piece_vectors(self) -> int:
@@ -160,6 +162,10 @@ class _Pipeline(NamedTuple):
     """A barrier for each of them."""
     target_logits: Any
     """For each slot: the target's logit of the row whose first piece it holds, if that travels with the row."""
+    coefficients: Any
+    """What the gradients of rows in the ring are made from, handed over from one team to the other."""
+    known: Any
+    """A barrier for each of them."""
     thread: Any
     """Of the pipeline's consumers."""
     warp: Any
@@ -196,6 +202,21 @@ class _Statistics(NamedTuple):
     def of_nothing() -> _Statistics:
         """Before any logit was seen."""
         return _Statistics(Float32(LOWEST), Float32(0.0), Float32(0.0), Float32(0.0), Float32(-math.inf), Int32(NONE))
+
+
+class _Coefficients(NamedTuple):
+    """What a row's gradient is made from, beside the logits."""
+
+    maximum: Any
+    log2_sum: Any
+    """log2 sum exp(s - maximum)"""
+    a: Any
+    b: Any
+    d: Any
+    target_logit: Any
+
+
+HANDED = len(_Coefficients._fields)
 
 
 class _Cap(NamedTuple):
@@ -279,7 +300,7 @@ class RowKernel:
     """The kernel of one `Variant` in one `Layout`."""
 
     def __init__(self, variant: Variant, layout: Layout) -> None:
-        self.variant, self.layout = variant, layout
+        self.variant, self.layout = variant, layout if variant.resident else layout._replace(teams=1)
         self.dtype = DTYPES[variant.dtype]
         self.itemsize = self.dtype.width // 8
         self.width = VECTOR_BYTES // self.itemsize  # elements of a vector
@@ -310,8 +331,9 @@ class RowKernel:
         warp = arch.make_warp_uniform(arch.warp_idx())
         rank = arch.block_idx()[0] % layout.cluster
         cluster, clusters = arch.block_idx()[0] // layout.cluster, arch.grid_dim()[0] // layout.cluster
-        consumers = layout.pipelines * layout.warps
-        pipeline = warp // layout.warps if warp < consumers else warp - consumers
+        team = layout.pipelines * layout.warps
+        consumers = team * self.layout.teams
+        pipeline = warp % team // layout.warps if warp < consumers else warp - consumers
 
         memory = SmemAllocator()
         slots, buffers = layout.pipelines * layout.slots, layout.pipelines * 2
@@ -321,10 +343,15 @@ class RowKernel:
         empty = memory.allocate_array(Int64, slots, byte_alignment=8)
         arrived = memory.allocate_array(Int64, buffers, byte_alignment=8)
         target_logits = memory.allocate_array(Float32, slots, byte_alignment=4)
+        handed = slots if self.layout.teams == 2 else 1
+        coefficients = memory.allocate_array(Float32, handed * HANDED, byte_alignment=4)
+        known = memory.allocate_array(Int64, handed, byte_alignment=8)
         if thread == 0:
             for i in cutlass.range_constexpr(slots):
                 arch.mbarrier_init(full + i, 1)
                 arch.mbarrier_init(empty + i, layout.warps)
+            for i in cutlass.range_constexpr(handed):
+                arch.mbarrier_init(known + i, 1)
             for i in cutlass.range_constexpr(buffers):
                 arch.mbarrier_init(arrived + i, 1 if layout.cluster > 1 else layout.warps)
             arch.mbarrier_init_fence()
@@ -340,6 +367,8 @@ class RowKernel:
             entries + pipeline * (2 * self.entries * self.entry_words),
             arrived + pipeline * 2,
             target_logits + pipeline * layout.slots,
+            coefficients + pipeline * (layout.slots * HANDED),
+            known + pipeline * layout.slots,
             thread % (layout.warps * WARP),
             warp % layout.warps,
             arch.lane_idx(),
@@ -350,8 +379,10 @@ class RowKernel:
             last_vectors // layout.piece_vectors,
         )
         first, step = cluster + pipeline * clusters, clusters * layout.pipelines
-        if warp < consumers:
+        if warp < team:
             self._consume(a, p, first, step)
+        elif warp < consumers:
+            self._write(a, p, first, step)
         elif p.lane == 0:
             self._produce(a, p, first, step)
         self._sync_cluster()  # a block's shared memory outlives what others send to it
@@ -431,7 +462,7 @@ class RowKernel:
 
     @cute.jit
     def _consume(self, a, p, first: Int32, step: Int32):
-        """Every other warp: rows from their pieces."""
+        """The other warps, or one of their two teams: rows from their pieces."""
         variant, layout = self.variant, self.layout
         inverse_core, inverse_z = self._inverse(a.core_divisor), self._inverse(a.z_divisor)
         weight_sum = Float32(a.total)
@@ -445,9 +476,8 @@ class RowKernel:
         for row in cutlass.range(first, a.rows, step, unroll=1):
             y_next = self._target(a, row + step)
             if self._is_read(a, y):
-                in_range, column = (y >= 0) & (y < a.total), y - a.start
-                here = (column >= 0) & (column < a.vocab)
-                local_y = Int32(column if here else Int64(-1)) - p.start  # outside of the slice if the target is
+                in_range = (y >= 0) & (y < a.total)
+                here, local_y = self._place(a, p, y)
                 target_weight, scale = Float32(1.0), Float32(1.0)
                 if const_expr(not self.reads_all):
                     if a.target_weight != 0:
@@ -495,15 +525,56 @@ class RowKernel:
                         c = b + d * weight_sum + t * inverse_z * 2.0 * a.lse_square_scale * lse
                         if const_expr(variant.scaled):
                             c, b, d = c * a.logit_scale, b * a.logit_scale, d * a.logit_scale
-                        self._gradient(a, p, cap, row, position, local_y, target_logit, m, log_sum * LOG2_E, c, b, d)
+                        made_from = _Coefficients(m, log_sum * LOG2_E, c, b, d, target_logit)
+                        if const_expr(self.layout.teams == 1):
+                            self._gradient(a, p, cap, row, position, local_y, made_from)
+                        else:
+                            self._hand_over(p, exchanges - 1, made_from)
                 position += p.pieces * self.reads
             else:
                 if const_expr(self.has_stats):
                     if speaks:
                         zero = Float32(0.0)
                         self._write_results(a, row, zero, zero, Int64(-1), zero, zero)
-                if const_expr(self.has_grad):
+                if const_expr(self.has_grad and self.layout.teams == 1):
                     self._write_zeros(a, p, row)
+            y = y_next
+
+    def _place(self, a, p, y):
+        """Whether a target is one of the row's classes, and its place in the slice: outside of that if it is in none."""
+        column = y - a.start
+        here = (column >= 0) & (column < a.vocab)
+        return here, Int32(cutlass.select_(here, column, Int64(-1))) - p.start
+
+    @cute.jit
+    def _hand_over(self, p, count: Int32, coefficients):
+        """Give the gradient of the row that is the `count`-th in the ring to the other team.
+
+        There is an entry for each slot, and no row of the ring has none: one that is written again was read by all.
+        """
+        entry = count % self.layout.slots
+        if p.thread == 0:
+            for i in cutlass.range_constexpr(HANDED):
+                (p.coefficients + entry * HANDED + i).store(coefficients[i])
+            arch.mbarrier_arrive(p.known + entry)
+
+    @cute.jit
+    def _write(self, a, p, first: Int32, step: Int32):
+        """The other team: gradients of rows whose statistics are known, while those of the next are made."""
+        cap = self._cap(a)
+        position, count = Int32(0), Int32(0)
+        y = self._target(a, first)
+        for row in cutlass.range(first, a.rows, step, unroll=1):
+            y_next = self._target(a, row + step)
+            if self._is_read(a, y):
+                entry = count % self.layout.slots
+                arch.mbarrier_wait(p.known + entry, (count // self.layout.slots) & 1)
+                made_from = _Coefficients(*[(p.coefficients + entry * HANDED + i).load() for i in range(HANDED)])
+                self._gradient(a, p, cap, row, position, self._place(a, p, y)[1], made_from)
+                position += p.pieces
+                count += 1
+            else:
+                self._write_zeros(a, p, row)
             y = y_next
 
     @cute.jit
@@ -686,15 +757,13 @@ class RowKernel:
         return _Statistics(largest, sum_exp, weighted, weight, target_logit, best)
 
     @cute.jit
-    def _gradient(
-        self, a, p, cap, row: Int32, position: Int32, local_y: Int32, target_logit: Float32, m: Float32, log2_sum: Float32,
-        c: Float32, b: Float32, d: Float32,
-    ):  # fmt: skip
-        """Write the gradient of the block's slice of a row, from the pieces, which it frees. `c` is the spec's a.
+    def _gradient(self, a, p, cap, row: Int32, position: Int32, local_y: Int32, made_from):
+        """Write the gradient of the block's slice of a row, from the pieces, which it frees.
 
         The target's element, too, is formed in fp32 and rounded once. The thread that wrote it as if it were another's
         writes it again, so that no thread has to ask of every element.
         """
+        m, log2_sum, c, b, d, target_logit = made_from
         start = position + p.pieces * (self.reads - 1)
         address = self._grad_of(a, p, row)
         vector = local_y // self.width
@@ -719,7 +788,7 @@ class RowKernel:
         """Write the thread's part of the gradient of a piece, as if the target were not in it."""
         layout = self.layout
         slot = (start + piece) % layout.slots
-        if const_expr(not self.variant.resident):
+        if const_expr(not self.variant.resident or self.layout.teams == 2):
             arch.mbarrier_wait(p.full + slot, ((start + piece) // layout.slots) & 1)
         scores = self._read(a, p, slot, cap)
         self._release(p, slot)

@@ -37,10 +37,10 @@ RING_BYTES = 216 << 10
 """Of the 227 KiB of shared memory that a block may have, what pieces of rows get."""
 
 
-def layout_of(cluster: int, pipelines: int, warps: int, vectors: int) -> Layout:
+def layout_of(cluster: int, pipelines: int, warps: int, vectors: int, teams: int = 1) -> Layout:
     """A layout with as many slots as fit."""
     piece_bytes = warps * WARP * vectors * VECTOR_BYTES
-    return Layout(cluster, pipelines, warps, vectors, RING_BYTES // pipelines // piece_bytes)
+    return Layout(cluster, pipelines, warps, vectors, RING_BYTES // pipelines // piece_bytes, teams)
 
 
 # `rows` with gradient, by the bytes of a row: up to so many, this layout. Long rows want few blocks with much of them each,
