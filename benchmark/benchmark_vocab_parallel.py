@@ -4,7 +4,8 @@
 
 Every rank also runs the whole vocabulary on its own, in turn with the split one and under the same sustained load: that is
 the time of one GPU. Rank 0 reports the slowest rank's medians. Bytes are what the collectives were given, what a ring would
-send of that, and what NVLink's counters say where they can be read.
+send of that, what kernels exchanged, and what NVLink's counters say where they can be read. The backend is the
+dispatcher's choice, which may differ between one GPU and the split, or `--backend` for both.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ from benchmark.common import (
     relative_error,
     write_csv,
 )
-from liger import VocabParallel, liger_cross_entropy, liger_fused_linear_cross_entropy
+from liger import VocabParallel, explain, liger_cross_entropy, liger_fused_linear_cross_entropy
 from liger.backends.plan import make_plan
+from liger.exchange import KNOWN, ROW_BYTES, PeerRows
 from liger.options import CrossEntropyOptions
 from liger.testing import Inputs, assert_within_budget, make_inputs, reference, yardstick
 
 Step = Callable[[], Any]
 WAYS = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce")
 COUNTED_STEPS = 10
+COLLECTIVE_ROW_BYTES = 12
+"""Three fp32 statistics of a row, where a collective sends them."""
 CHECKS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mean", {}),
     ("none", {"reduction": "none"}),
@@ -81,8 +85,10 @@ def sent_bytes(collectives: Sequence[tuple[str, int]], ranks: int) -> float:
     return sum(share[name] * given for name, given in collectives)
 
 
-def predicted_bytes(name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, ranks: int) -> float:
-    """What a rank sends in a step: three fp32 statistics a row, and the gradient of the hidden states once."""
+def predicted_bytes(
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, ranks: int, row_bytes: int
+) -> float:
+    """What a rank sends in a step: three statistics a row to every other rank, and the hidden states' gradient once."""
     n, _, hidden = shape
     plan = make_plan(
         shape, device.type, dtype, weight_dtype=dtype, chunk_size=None, accum_dtype=None, recompute=False, ranks=ranks
@@ -90,8 +96,8 @@ def predicted_bytes(name: str, shape: tuple[int, int, int], dtype: torch.dtype, 
     sums = 0 if name.startswith("logits") or "not reduced" in name else n * hidden * plan.sum_dtype.itemsize
     gathers = n * hidden * dtype.itemsize if "sequence parallel" in name else 0
     if "sequence parallel" in name:  # an all-gather and a reduce-scatter, each half of an all-reduce
-        return 3 * 4 * n * (ranks - 1) + (ranks - 1) / ranks * (gathers + sums)
-    return 3 * 4 * n * (ranks - 1) + 2 * (ranks - 1) / ranks * sums
+        return row_bytes * n * (ranks - 1) + (ranks - 1) / ranks * (gathers + sums)
+    return row_bytes * n * (ranks - 1) + 2 * (ranks - 1) / ranks * sums
 
 
 def nvlink_bytes(device: torch.device) -> int | None:
@@ -111,8 +117,10 @@ def nvlink_bytes(device: torch.device) -> int | None:
 class Bench:
     """Both ops, whole and split, on this rank."""
 
-    def __init__(self, device: torch.device, rows: int, vocab: int, hidden: int, dtype: torch.dtype) -> None:
-        self.device, self.shape, self.dtype = device, (rows, vocab, hidden), dtype
+    def __init__(
+        self, device: torch.device, rows: int, vocab: int, hidden: int, dtype: torch.dtype, backend: str | None
+    ) -> None:
+        self.device, self.shape, self.dtype, self.backend = device, (rows, vocab, hidden), dtype, backend
         self.split = VocabParallel.even(vocab)
         self.chosen = slice(self.split.start, self.split.stop)
         full = make_inputs(rows, vocab, hidden, dtype=dtype, device=device, ignored=0.0)
@@ -128,7 +136,7 @@ class Bench:
         x = self.x
         if split is not None and split.sequence_parallel:
             x = x.detach().chunk(split.ranks)[dist.get_rank()].requires_grad_()
-        loss = liger_fused_linear_cross_entropy(x, weight, self.target, vocab_parallel=split, **options)
+        loss = liger_fused_linear_cross_entropy(x, weight, self.target, vocab_parallel=split, backend=self.backend, **options)
         return (loss.detach(), *torch.autograd.grad(loss.sum(), (x, weight)))
 
     def logits(self, weight: Tensor) -> Tensor:
@@ -157,7 +165,7 @@ class Bench:
 
         def given(logits: Tensor, split: VocabParallel | None, **options: Any) -> Callable[[], Step]:
             def step() -> Any:
-                loss = liger_cross_entropy(logits, self.target, vocab_parallel=split, **options)
+                loss = liger_cross_entropy(logits, self.target, vocab_parallel=split, backend=self.backend, **options)
                 return torch.autograd.grad(loss.sum(), logits)
 
             return lambda: step
@@ -206,10 +214,29 @@ class Bench:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return dict(zip(("loss", "dx", "dW"), worst.tolist(), strict=True))
 
-    def bytes(self, step: Step) -> tuple[list[tuple[str, int]], float | None]:
-        """(what the collectives of a step were given, bytes that NVLink counted in a step)"""
+    def backends(self) -> Iterator[str]:
+        """Which backend runs what."""
+        about = {"device": self.device, "dtype": self.dtype, "backend": self.backend}
+        for name, shape in (("logits", self.shape[:2]), ("linear", self.shape)):
+            op = "cross_entropy" if name == "logits" else "fused_linear_cross_entropy"
+            one, split = (explain(op, shape=shape, **about, **more).chosen for more in ({}, {"vocab_parallel": self.split}))
+            yield f"{name}: one GPU {one}, split {split}"
+
+    @property
+    def peers(self) -> PeerRows | None:
+        """Through which kernels exchange statistics, once they have; None where a collective does."""
+        return KNOWN.get(self.split.group, {}).get(self.device)
+
+    def exchanged_rows(self) -> int:
+        """How many rows kernels have exchanged so far."""
+        return 0 if self.peers is None else self.peers.rows_sent
+
+    def bytes(self, step: Step) -> tuple[list[tuple[str, int]], int, float | None]:
+        """(what the collectives of a step were given, rows that kernels exchanged, bytes that NVLink counted in a step)"""
+        sent = self.exchanged_rows()
         with recorded() as given:
             step()
+        sent = self.exchanged_rows() - sent
         dist.barrier()
         before = nvlink_bytes(self.device)
         for _ in range(COUNTED_STEPS):
@@ -218,10 +245,10 @@ class Bench:
             torch.cuda.synchronize(self.device)
         after = nvlink_bytes(self.device)
         dist.barrier()
-        return given, None if before is None or after is None else (after - before) / COUNTED_STEPS
+        return given, sent, None if before is None or after is None else (after - before) / COUNTED_STEPS
 
 
-def check_against_oracle(device: torch.device) -> int:
+def check_against_oracle(device: torch.device, backend: str | None) -> int:
     """Uneven, padded parts against the float64 oracle of the whole; returns how many calls were checked."""
     vocab, ranks, rank = 1000, dist.get_world_size(), dist.get_rank()
     cut = [0, *(600 + 20 * r for r in range(ranks - 1)), vocab + 40]
@@ -229,7 +256,8 @@ def check_against_oracle(device: torch.device) -> int:
     checked = 0
     for dtype in (torch.float32, torch.bfloat16):
         for hidden in (None, 64):
-            for _, options in CHECKS:
+            for _, asked in CHECKS:
+                options = asked | {"backend": backend}
                 whole = make_inputs(96, vocab, hidden, dtype=dtype, class_weight=True, bias=hidden is not None)
                 _check_one(whole, split, options, device)
                 checked += 1
@@ -237,7 +265,7 @@ def check_against_oracle(device: torch.device) -> int:
 
 
 def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], device: torch.device) -> None:
-    asked = CrossEntropyOptions(**options)
+    asked = CrossEntropyOptions(**{name: value for name, value in options.items() if name != "backend"})
     half = whole.weight is not None and whole.input.dtype == torch.bfloat16 and device.type != "cpu"
     truth, own = reference(whole, asked), yardstick(whole, asked, gemm_dtype=whole.input.dtype if half else None)
 
@@ -282,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device().type)
+    parser.add_argument("--backend", help="for one GPU and for the split; default: the dispatcher's choice for each")
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     given = parser.parse_args(arguments)
     began = time.monotonic()
@@ -298,10 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"[{time.monotonic() - began:6.1f} s] {line}", flush=True)
 
     say(f"{describe(device)}, {ranks} ranks")
-    say(f"within the budget of the float64 oracle: {check_against_oracle(device)} calls")
-    bench = Bench(device, given.rows, given.vocab, given.hidden, getattr(torch, given.dtype))
+    say(f"within the budget of the float64 oracle: {check_against_oracle(device, given.backend)} calls")
+    bench = Bench(device, given.rows, given.vocab, given.hidden, getattr(torch, given.dtype), given.backend)
+    for line in bench.backends():
+        say(line)
     measurements: list[Measurement] = []
     config = {"N": given.rows, "V": given.vocab, "H": given.hidden, "dtype": given.dtype}
+    config |= {"backend": given.backend} if given.backend else {}
 
     def note(name: str, metric: str, unit: str, y: Quantiles, **more: Any) -> None:
         measurements.append(
@@ -318,13 +350,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note(name, "speed", "ms", y)
         if peak is not None:
             note(name, "memory", "MB", Quantiles(peak, peak, peak))
-        collectives, counted = ([], None) if "one GPU" in name else bench.bytes(prepare())
-        ring = sent_bytes(collectives, ranks)
+        collectives, rows, counted = ([], 0, None) if "one GPU" in name else bench.bytes(prepare())
+        ring = sent_bytes(collectives, ranks) + ROW_BYTES * rows * (ranks - 1)
         if "split" in name:
-            expected = predicted_bytes(name, bench.shape, bench.dtype, device, ranks)
-            note(name, "sent", "B", Quantiles(ring, ring, ring), collectives=collectives, predicted=expected)
+            row_bytes = COLLECTIVE_ROW_BYTES if bench.peers is None else ROW_BYTES
+            expected = predicted_bytes(name, bench.shape, bench.dtype, device, ranks, row_bytes)
+            note(name, "sent", "B", Quantiles(ring, ring, ring), collectives=collectives, exchanged=rows, predicted=expected)
             if ring != expected:
-                raise AssertionError(f"{name}: a rank sends {ring} bytes, predicted {expected}: {collectives}")
+                raise AssertionError(f"{name}: a rank sends {ring} bytes, predicted {expected}: {collectives}, {rows} rows")
         if counted is not None:
             note(name, "nvlink_sent", "B", Quantiles(counted, counted, counted))
         lines.append(
@@ -333,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{y.p50:.3f}",
                 "" if peak is None else f"{peak:.0f}",
                 f"{len(collectives)}",
+                f"{rows}",
                 f"{ring / 1e6:.3f}",
                 "" if counted is None else f"{counted / 1e6:.3f}",
             )
@@ -341,7 +375,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rank == 0:
             write_csv(given.out, measurements, device)
     if rank == 0:
-        print_table(("step", "ms", "extra MiB", "collectives", "MB sent (ring)", "MB sent (NVLink counters)"), lines)
+        print_table(
+            ("step", "ms", "extra MiB", "collectives", "rows exchanged", "MB sent (ring)", "MB sent (NVLink counters)"), lines
+        )
         ms = {m.kernel_provider: m.y.p50 for m in measurements if m.metric_name == "speed"}
         for op in ("linear", "logits"):
             for suffix in ("", ", none"):

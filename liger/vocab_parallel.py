@@ -161,6 +161,11 @@ class VocabParallel:
         """Classes of this rank that are none of the padding."""
         return _classes(self.start, self.stop, self.vocab_size)
 
+    @property
+    def has_empty_part(self) -> bool:
+        """Whether some rank has no class."""
+        return any(_classes(*bound, self.vocab_size) == 0 for bound in self.bounds)
+
     def local(self, name: str, tensor: Tensor, dim: int | None) -> Tensor:
         """This rank's part of a DTensor that is split along `dim` over the group (None: on all ranks alike); else itself."""
         if not is_dtensor(tensor):

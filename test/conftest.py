@@ -217,6 +217,16 @@ def world():
     made.close()
 
 
+@pytest.fixture(scope="module")
+def gpus():
+    """A process on each of two GPUs."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    made = World(2, {"two": ([0, 1], 60)}, "cuda")
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def _no_backend_from_outside(monkeypatch):
     monkeypatch.delenv("LIGER_BACKEND", raising=False)

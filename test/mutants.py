@@ -199,8 +199,8 @@ TRITON_KERNELS = (
     ),
     kernel(
         "kernel: accept target V",
-        "in_range = (y >= 0) & (y < vocab)\n    y = tl",
-        "in_range = (y >= 0) & (y <= vocab)\n    y = tl",
+        "in_range = (y >= 0) & (y < total)\n    y -= start  # a class of another rank",
+        "in_range = (y >= 0) & (y <= total)\n    y -= start  # a class of another rank",
     ),
     kernel(
         "kernel: a number for a wrong target",
@@ -340,7 +340,7 @@ SPLIT_VOCABULARY = tuple(
     Mutant(*broken, selected="not triton", subjects=("vocab_parallel", "sharded_heads"))
     for broken in (
         ("number each rank's classes from 0", SPLIT, "(stats.argmax + inputs.start)", "stats.argmax"),
-        ("leave what padding held", SPLIT, "        grad[:, classes:] = 0\n", ""),
+        ("leave what padding held", SPLIT, "        grad[:, classes:] = 0\n\n", "\n"),
         ("scale by no rank's probability", SPLIT, "* lse[2].exp()", "* 1"),
         ("give ties to the highest id", SPEC, "torch.iinfo(torch.int64).max).amin(0)", "-1).amax(0)"),
         ("forget how far a rank is below", SPEC, "(self.target_logit + shift)", "self.target_logit"),

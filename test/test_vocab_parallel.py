@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import RankError, Split, World
+from ranks import RankError, Split
 
 from liger import DeviceInfo, LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss, VocabParallel, explain
 from liger.dispatch import Request
@@ -36,15 +36,6 @@ def _ranks_are_on_the_cpu(request):
     subjects = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
     if "gpus" not in request.fixturenames and any(getattr(subject, "device", "") == "cuda" for subject in subjects):
         pytest.skip("test_two_gpus has the GPUs' share")
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    made = World(2, {"two": ([0, 1], 60)}, "cuda")
-    yield made
-    made.close()
 
 
 def joined(outcomes, split: Split, vocab: int, fused: bool) -> Outcome:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, bfloat16, cuda, float16, float32, float64  # the name torch is a backend's here
 
 from ..dispatch import Capability, Implementation, Op, Package, Request, register
 from ..dispatch.capability import installed_version, release
+from ..exchange import Turn
 from ..spec import RowInputs, RowResults, RowStats
 
 F16, BF16, F32, F64 = float16, bfloat16, float32, float64
@@ -36,6 +37,17 @@ class RowKernels(Protocol):
 
     def scale_(self, tensor: Tensor, factor: Tensor) -> None:
         """Multiply by a 0-D factor in place; a factor of exactly 1 changes no bit."""
+
+
+@runtime_checkable
+class ExchangingKernels(RowKernels, Protocol):
+    """Row kernels that need no collective between statistics and gradient where GPUs reach each other's memory."""
+
+    def exchanged_rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None, turn: Turn) -> None:
+        """As `rows`, of a part of the vocabulary: `results` are over the whole, exchanged with the other ranks meanwhile.
+
+        Every rank calls it with as many rows, and at least one class; there is no smoothing, token scaling or prediction.
+        """
 
 
 LOSS = frozenset({"ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "logit_scale", "num_items"})

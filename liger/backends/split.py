@@ -9,26 +9,49 @@ import torch
 from torch import Tensor
 
 from .. import spec
+from ..exchange import PeerRows, peer_rows
+from ..options import CrossEntropyOptions
 from ..spec import RowInputs, RowResults, RowStats
+from . import ExchangingKernels, RowKernels
 
 if TYPE_CHECKING:
     from ..vocab_parallel import VocabParallel
-    from . import RowKernels
 
 
 class SplitVocabulary:
-    """`RowKernels` whose logits are this rank's; `rows` and `row_stats` gather everyone's statistics in one collective."""
+    """`RowKernels` whose logits are this rank's; `rows` and `row_stats` gather everyone's statistics in one collective.
+
+    `rows` needs none where the kernels can exchange statistics themselves, for the options that most calls have.
+    """
 
     def __init__(self, kernels: RowKernels, split: VocabParallel) -> None:
         self.kernels, self.split = kernels, split
 
     def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
-        """Statistics, the collective, then loss and gradient: one read more of the logits than where all are at hand."""
+        """In one launch that exchanges statistics, or: statistics, the collective, loss, gradient, which read twice."""
+        kernels, peers = self.kernels, self._peers(logits, inputs.options)
+        if peers is not None and isinstance(kernels, ExchangingKernels):
+            classes = self.split.classes
+            with peers.turn(logits.shape[0]) as turn:
+                own_grad = None if grad is None else grad[:, :classes]
+                kernels.exchanged_rows(logits[:, :classes], inputs, results, own_grad, turn)
+            if grad is not None:
+                grad[:, classes:] = 0
+            return
         stats = self.row_stats(logits, inputs)
         made = spec.row_loss(stats, self.split.vocab_size, inputs)
         results.copy_(made)
         if grad is not None and made.lse is not None:
             self.row_grad(logits, inputs, made.lse, made.lse.new_ones(()).expand(logits.shape[0]), grad)
+
+    def _peers(self, logits: Tensor, options: CrossEntropyOptions) -> PeerRows | None:
+        """Through which the kernels exchange this call's statistics; the same answer on every rank."""
+        plain = not (options.label_smoothing or options.wants_prediction or options.use_token_scaling)
+        if not plain or not isinstance(self.kernels, ExchangingKernels) or logits.shape[0] == 0 or self.split.has_empty_part:
+            return None
+        if logits.is_cuda and torch.cuda.is_current_stream_capturing():  # a call's tag would be every replay's
+            return None
+        return peer_rows(self.split.group, logits.device, logits.shape[0])
 
     def row_stats(self, logits: Tensor, inputs: RowInputs) -> RowStats:
         """Statistics over the whole vocabulary, the same on every rank."""

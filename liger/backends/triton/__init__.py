@@ -6,8 +6,10 @@ import contextlib
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
+from ...exchange import WORDS, Turn
 from ...options import CrossEntropyOptions
 from ...spec import RowInputs, RowResults, RowStats
 from . import kernels
@@ -16,9 +18,13 @@ from .launch import processor_count, row_grad_launch, rows_launch
 SCALE_BLOCK = 4096
 SCALE_PROGRAMS_PER_PROCESSOR = 8
 IS_HIP = torch.version.hip is not None
+ASSERTING = {"debug": True, "sanitize_overflow": False}
+"""Compile the kernel's own assertion, and none of Triton's about every sum."""
+INTERPRETED_ATTEMPTS_PER_SECOND = 20_000
+"""More than the interpreter makes."""
 
 
-def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
+def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None, turn: Turn | None = None) -> None:
     n, vocab = logits.shape
     if n == 0:
         return
@@ -37,7 +43,10 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
             lse,
             0 if lse is None else lse.stride(0),
             vocab,
+            inputs.start,
+            inputs.vocab or vocab,
             *_scalars(options),
+            *_exchange(turn, logits),
             SMOOTHING=options.label_smoothing > 0,
             TOKEN_SCALING=options.use_token_scaling,
             STRIDED=logits.stride(1) != 1,
@@ -45,8 +54,17 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
             BLOCK=launch.block,
             WIDTH=launch.width(logits.element_size()),
             HELD=launch.held,
+            RANKS=0 if turn is None else turn.ranks,
+            WORDS=WORDS,
+            LANES=0 if turn is None else WORDS * triton.next_power_of_2(turn.ranks),
+            CLOCK=logits.is_cuda,
             num_warps=launch.num_warps,
+            **({} if turn is None else ASSERTING),
         )
+
+
+def exchanged_rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None, turn: Turn) -> None:
+    rows(logits, inputs, results, grad, turn)
 
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
@@ -153,6 +171,13 @@ def _transform(options: CrossEntropyOptions) -> tuple[float | None, float | None
     """What becomes of a logit before anything else; None leaves its part out of the compiled kernel."""
     scale, cap = options.logit_scale, options.softcap
     return None if scale == 1 else float(scale), None if cap is None else float(cap)
+
+
+def _exchange(turn: Turn | None, logits: Tensor) -> tuple[Any, ...]:
+    if turn is None:
+        return None, 0, 0, 0, 0
+    patience = turn.timeout_s * (1e9 if logits.is_cuda else INTERPRETED_ATTEMPTS_PER_SECOND)
+    return turn.addresses, turn.rank, turn.capacity, turn.tag, int(patience)
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

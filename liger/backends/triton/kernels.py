@@ -8,6 +8,7 @@ computes statistics and the pass that writes the gradient, so only the others ar
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # What a program reads or writes one element of gains nothing by a known alignment, and chunks begin anywhere: without this
@@ -222,19 +223,100 @@ def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK
         _store(grad_ptr, offsets, grad_stride, vocab, tl.zeros((BLOCK,), tl.float32), True, GRAD_STRIDED)
 
 
+@triton.jit
+def _slot(sender, row, tag, capacity, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """Where in a rank's buffer the first word of what `sender` says of a row is."""
+    return (((tag & 1) * RANKS + sender).to(tl.int64) * capacity + row) * WORDS
+
+
+@triton.jit
+def _number(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _received(ptr, tag, patience, CLOCK: tl.constexpr):
+    """Three numbers, and whether they have come in `patience`: nanoseconds, or attempts where there is no such clock."""
+    first = tl.load(ptr, volatile=True)
+    second = tl.load(ptr + 1, volatile=True)
+    third = tl.load(ptr + 2, volatile=True)
+    began = tl.full((), 0, tl.int64)
+    waited = tl.full((), 0, tl.int64)
+    # Every thread reads the words itself and goes on when it has them: no barrier may be in here.
+    while (((first >> 32) != tag) | ((second >> 32) != tag) | ((third >> 32) != tag)) & (waited < patience):
+        first = tl.load(ptr, volatile=True)
+        second = tl.load(ptr + 1, volatile=True)
+        third = tl.load(ptr + 2, volatile=True)
+        if CLOCK:
+            now = globaltimer()
+            began = tl.where(began == 0, now, began)
+            waited = now - began
+        else:
+            waited += 1
+    in_time = ((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)
+    return _number(first), _number(second), _number(third), in_time
+
+
+@triton.jit
+def _exchanged(
+    addresses_ptr, rank, capacity, tag, patience, row, maximum, sum_exp, target_logit,
+    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's (m, sum exp(s - m), s_y) over the classes of all ranks, from those of this one's: see `liger.exchange`.
+
+    A number travels with the tag of its call in one 64-bit store, so that whoever sees the tag has the number, and no order
+    of two stores matters (as in NCCL's protocol for small messages). GPUs start programs in the order of their ids, so the
+    first row that is not done runs on all of them, and no rank waits for one that waits for it.
+    """
+    lanes = tl.arange(0, LANES)
+    peer, place = lanes // WORDS, lanes % WORDS
+    sends = (peer < RANKS) & (peer != rank) & (place < 3)
+    values = tl.where(place == 0, maximum, tl.where(place == 1, sum_exp, target_logit))
+    words = (tag.to(tl.int64) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    buffers = tl.load(addresses_ptr + peer, mask=sends, other=0).to(tl.pointer_type(tl.int64))
+    to_peers = buffers + _slot(rank, row, tag, capacity, RANKS, WORDS) + place
+    tl.atomic_xchg(to_peers, words, mask=sends, sem="relaxed", scope="sys")
+
+    own_buffer = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
+    all_maximum = tl.full((), LOWEST, tl.float32)
+    all_sum_exp = tl.full((), 0.0, tl.float32)
+    all_target = tl.full((), float("nan"), tl.float32)
+    all_in_time = tag > 0
+    for sender in tl.static_range(RANKS):  # in one order, so that all ranks have the same bits
+        m, part, y = maximum, sum_exp, target_logit
+        if sender != rank:
+            slot = _slot(rank * 0 + sender, row, tag, capacity, RANKS, WORDS)
+            m, part, y, in_time = _received(own_buffer + slot, tag, patience, CLOCK)
+            all_in_time = all_in_time & in_time
+        larger = tl.maximum(all_maximum, m)
+        all_sum_exp = all_sum_exp * tl.exp2((all_maximum - larger) * LOG2_E) + part * tl.exp2((m - larger) * LOG2_E)
+        all_maximum = larger
+        all_target = tl.where(all_target == all_target, all_target, y)  # the one that is not NaN
+    assert all_in_time, "the statistics of another rank did not come within the timeout of the process group"  # noqa: S101
+    return all_maximum, all_sum_exp, all_target
+
+
 @triton.jit(
-    do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"],
+    do_not_specialize=[
+        *("ignore_index", "target_stride", "lse_stride", "grad_loss_stride", "start", "total"),
+        *("rank", "capacity", "tag", "patience"),
+    ],
     do_not_specialize_on_alignment=ONE_ELEMENT,
 )
 def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
-    vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
+    vocab, start, total, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
+    addresses_ptr, rank, capacity, tag, patience,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr,
+    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics, loss and, with `grad_ptr`, gradient of one row in one launch.
+
+    The row covers `vocab` classes from `start` on, of `total`: all of them, or with `addresses_ptr` those of one rank, and
+    the statistics are exchanged while the row is at hand (then there is no smoothing, token scaling or prediction).
 
     Reads the row once, and all but its first HELD logits a second time (mostly from L2) for the gradient, which is
     written once; a prediction reads it once more. Pointers that are None leave their part out.
@@ -256,11 +338,18 @@ def rows_kernel(
             tl.store(lse_ptr + lse_stride + row, 0.0)
         if grad_ptr is not None:
             _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
+        if addresses_ptr is not None:  # noqa: SIM102 - which is known when this is compiled
+            if row == 0:  # the one row that always takes part: no kernel may end before its peers' have begun
+                nothing = tl.full((), 0.0, tl.float32)
+                _exchanged(
+                    addresses_ptr, rank, capacity, tag, patience, row, nothing, nothing, nothing, RANKS, WORDS, LANES, CLOCK
+                )  # fmt: skip
         return
 
-    in_range = (y >= 0) & (y < vocab)
-    y = tl.where(in_range, y, 0)
-    target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
+    in_range = (y >= 0) & (y < total)
+    y -= start  # a class of another rank is no column of this one
+    here = (y >= 0) & (y < vocab)
+    target_logit = _capped(tl.load(row_ptr + tl.where(here, y, 0) * logits_stride), logit_scale, softcap)
 
     lanes = tl.arange(0, BLOCK)
     maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
@@ -283,6 +372,11 @@ def rows_kernel(
         SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
+    if addresses_ptr is not None:
+        target_logit = tl.where(here, target_logit, float("nan"))
+        maximum, sum_exp, target_logit = _exchanged(
+            addresses_ptr, rank, capacity, tag, patience, row, maximum, sum_exp, target_logit, RANKS, WORDS, LANES, CLOCK
+        )  # fmt: skip
     log_sum = tl.log(sum_exp)
 
     nll = log_sum - (target_logit - maximum)
@@ -290,7 +384,7 @@ def rows_kernel(
     if TOKEN_SCALING:
         t *= tl.exp2(-nll * LOG2_E)
     a, b, d = _coefficients(
-        row, vocab, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        row, total, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
         label_smoothing, lse_square_scale,
     )  # fmt: skip
     loss = b * nll  # b = t (1 - e) w_y / D, so this is the core term without smoothing
@@ -298,7 +392,7 @@ def rows_kernel(
         if class_weight_sum_ptr is not None:
             weight_sum = tl.load(class_weight_sum_ptr)
         else:
-            weight_sum = vocab * 1.0
+            weight_sum = total * 1.0
         loss += d * (weight_sum * log_sum - weighted_sum)
     lse = maximum + log_sum
     z = t * _inverse(z_divisor_ptr) * (lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
