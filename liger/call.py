@@ -149,15 +149,15 @@ class Call:
             return self.options.vocab_parallel.vocab_size
         return self.input.shape[1] if self.weight is None else self.weight.shape[0]
 
-    def row_inputs(self) -> spec.RowInputs:
-        """What the row kernels need beside the logits."""
+    def row_inputs(self, labelled: Tensor | None = None) -> spec.RowInputs:
+        """What the row kernels need beside the logits. `labelled`: () number of labelled rows, if it has been counted."""
         weight, weight_sum, target_weight = self.class_weight, None, None
         dtype = spec.compute_dtype(self.recipe.logits_dtype)
         if weight is not None:
             weight = weight.detach().to(dtype).contiguous()
             weight_sum = weight.sum() if self.options.label_smoothing else None
             target_weight = spec.target_weight(self.target, weight)
-        divisors = spec.divisors(self.target, weight, self.options, dtype, self.num_items)
+        divisors = spec.divisors(self.target, weight, self.options, dtype, self.num_items, labelled)
         inputs = spec.RowInputs(self.target, self.options, divisors, weight, weight_sum, target_weight)
         split = self.options.vocab_parallel
         if split is None:

@@ -193,8 +193,16 @@ def divisors(
     options: CrossEntropyOptions,
     dtype: torch.dtype,
     num_items: Tensor | None = None,
+    labelled: Tensor | None = None,
 ) -> Divisors | None:
-    """D and M for the mean; None for the other reductions. `target` (N,), `class_weight` (V,) and `num_items` () or None."""
+    """D and M for the mean; None for the other reductions.
+
+    Args:
+        target: (N,).
+        class_weight: (V,) or None.
+        num_items: () or None.
+        labelled: () number of valid rows, if it has been counted.
+    """
     if options.reduction != "mean":
         return None
     if num_items is not None:  # its value is on the device: nobody could refuse one that is no count, so it shows
@@ -202,7 +210,7 @@ def divisors(
         items = torch.where((items >= 0) & (items < torch.inf), items, torch.nan)
         return Divisors(items, items)
     valid = target != options.ignore_index
-    count = valid.sum(dtype=dtype)
+    count = valid.sum(dtype=dtype) if labelled is None else labelled.to(dtype)
     if class_weight is None:
         return Divisors(count, count)
     _, in_range = _safe_index(target, class_weight.shape[0])

@@ -8,27 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from projecting import projected_ahead
+
 import liger
-from liger.backends import linear
 
 ROOT = Path(__file__).parent.parent
 
 OTHER_DEVICE = """
-import torch, liger
-from liger.backends import linear
-linear.rows_ahead = lambda call, plan: 8
+import sys, torch, liger
+sys.path.insert(0, "test")
+from projecting import projected_ahead
 assert torch.cuda.current_device() == 0
 x = torch.randn(64, 96, device="cuda:1", requires_grad=True)
-weight = torch.randn(300, 96, device="cuda:1", requires_grad=True)
-target = torch.randint(300, (64,), device="cuda:1")
+weight = torch.randn(304, 96, device="cuda:1", requires_grad=True)
+target = torch.randint(304, (64,), device="cuda:1")
 for backend in BACKENDS:
-    loss = liger.liger_fused_linear_cross_entropy(x, weight, target, backend=backend)
+    with projected_ahead(8):
+        loss = liger.liger_fused_linear_cross_entropy(x, weight, target, backend=backend)
+        half = [tensor.detach().bfloat16() for tensor in (x, weight)]
+        in_half = liger.liger_fused_linear_cross_entropy(*half, target, backend=backend)
     (loss * 3).backward()
     logits = (x @ weight.T).detach().requires_grad_()
     for reduction in ("mean", "none"):
         liger.liger_cross_entropy(logits, target, reduction=reduction, backend=backend).sum().backward()
     wanted = torch.nn.functional.cross_entropy(x.double() @ weight.double().T, target)
     assert abs(loss.double() - wanted) < 1e-4, (backend, loss, wanted)
+    assert abs(in_half.double() - wanted) < 1e-2 * wanted, (backend, in_half, wanted)
     assert torch.isfinite(x.grad).all() and x.grad.any() and logits.grad.any()
 assert torch.cuda.current_device() == 0
 """
@@ -61,14 +66,13 @@ def test_backward_may_be_the_first_on_its_thread(flce):
 
 
 @pytest.mark.gpu
-def test_E1_side_streams(loss, monkeypatch):
+def test_E1_side_streams(loss):
     """The work lands on the caller's stream: a long kernel before it on that stream is waited for."""
     loss.needs()
-    monkeypatch.setattr(linear, "rows_ahead", lambda call, plan: 8)
-    inputs = loss.inputs(64, 300)
-    wanted = loss.outcome(inputs).output.loss
+    inputs, late = (loss.inputs(64, 304, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
+    with projected_ahead(8):
+        wanted = loss.outcome(inputs).output.loss
     torch.cuda.synchronize()
-    late = loss.inputs(64, 300, seed=1)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
@@ -76,7 +80,8 @@ def test_E1_side_streams(loss, monkeypatch):
         if loss.fused:
             late.weight.copy_(inputs.weight)
         late.target.copy_(inputs.target)
-        got = loss.outcome(late).output.loss
+        with projected_ahead(8):
+            got = loss.outcome(late).output.loss
     side.synchronize()
     assert torch.equal(got, wanted)
 

@@ -189,7 +189,7 @@ def test_C5_the_fused_loss_waits_only_where_it_may(backend, ahead, reduction, mo
     target = torch.arange(64, device="cuda")
     target[:48] = -100
 
-    monkeypatch.setattr(linear, "rows_ahead", lambda call, plan: ahead)
+    monkeypatch.setattr(linear, "rows_ahead", lambda weight, plan: ahead)
     wait, events = torch.cuda.Event.synchronize, []
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: events.append(event) or wait(event))
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from projecting import projected_ahead
 from watch import Operators
 
 from liger import explain
-from liger.backends import linear
+from liger.backends import ahead, linear
 from liger.backends.plan import CPU_SLAB_BYTES, FEW_CHUNKS, GEMM_ROW_TILE, GPU_CHUNK_ROWS, PEAK_SHARE
 from liger.testing import assert_matches
 
@@ -122,39 +123,41 @@ def test_chunk_size_changes_nothing(flce, reduction):
 
 
 AHEAD = 6
+
+
 LABELLED = {  # of 40 rows in chunks of 16: which have a label, and how many rows are projected altogether
     "all": (range(40), 40),
     "all but a late one": ([*range(30), *range(31, 40)], 40),
     "all but an early one": ([0, 1, *range(3, 40)], 40 + AHEAD),  # a row among the first ones is none of the first labelled
     "the second half": (range(20, 40), 20),
-    "fewer than ahead": ([7, 20, 33], AHEAD),
-    "none": ([], AHEAD),
+    "fewer than ahead": ([7, 20, 33], 3),
+    "none": ([], 0),
 }
 
 
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("input",)], ids=["all", "frozen head", "frozen input"])
 @pytest.mark.parametrize("reduction", FEW)
 @pytest.mark.parametrize("labelled", LABELLED)
-def test_rows_projected_ahead_are_not_projected_again(flce, monkeypatch, labelled, reduction, frozen):
+def test_rows_projected_ahead_are_not_projected_again(flce, labelled, reduction, frozen):
     """While the host waits for the count the first labelled rows are projected; the rest of their chunk follows."""
     only_the_loop(flce)
-    monkeypatch.setattr(linear, "rows_ahead", lambda call, plan: AHEAD)
     (rows, projected), options = LABELLED[labelled], {"chunk_size": 16, "reduction": reduction}
     inputs = flce.inputs(40, V, H, ignored=0.0, bias=True)
     ignored = [row for row in range(40) if row not in rows]
     inputs.target[ignored] = -100
     if len(rows) <= 20:
         inputs.input[ignored] = torch.nan
-    forward, _ = products_of(flce, inputs, **options)
-    assert sum(product.rows for product in forward.logits_products(V, H)) == projected
-    got = flce.outcome(inputs, frozen=frozen, **options)
+    with projected_ahead(AHEAD):
+        forward, _ = products_of(flce, inputs, **options)
+        assert sum(product.rows for product in forward.logits_products(V, H)) == projected
+        got = flce.outcome(inputs, frozen=frozen, **options)
     inputs.input[ignored] = 0
     assert_matches(got, *flce.expected(inputs, reduction=reduction))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["all", "frozen head"])
-@pytest.mark.parametrize("labelled", [1, 100, 3000, 4095, 4096])
+@pytest.mark.parametrize("labelled", [0, 1, 100, 3000, 4095, 4096])
 def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
     """As many as the package chooses: the results are those of a call without."""
     if flce.device != "cuda":
@@ -162,8 +165,10 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
     inputs = flce.inputs(4096, 128256, 2048, dtype=BF16, ignored=0.0)
     inputs.target[labelled:] = -100
     chosen, seen = linear.rows_ahead, []
-    for ahead in (chosen, lambda call, plan: 0):
-        monkeypatch.setattr(linear, "rows_ahead", lambda call, plan, ahead=ahead: seen.append(ahead(call, plan)) or seen[-1])
+    for ahead in (chosen, lambda weight, plan: 0):
+        monkeypatch.setattr(
+            linear, "rows_ahead", lambda weight, plan, ahead=ahead: seen.append(ahead(weight, plan)) or seen[-1]
+        )
         got = flce.outcome(inputs, frozen=frozen)
         if ahead is chosen:
             first = got
@@ -172,16 +177,31 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
         torch.testing.assert_close(value, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 
 
-def test_rows_ahead_are_few_and_only_on_a_gpu(flce):
+def test_rows_ahead_are_few_and_only_where_the_kernel_runs(monkeypatch):
     """Half a chunk at most, so that small calls and small chunks go without."""
-    only_the_loop(flce)
-    for rows, expected in ((4096, 384), (512, 0), (1024, 384)):
-        x, weight = torch.empty(rows, 4096, device="meta"), torch.empty(128256, 4096, device="meta")
-        call = SimpleNamespace(input=x, head=weight, options=SimpleNamespace(vocab_parallel=None))
-        plan = SimpleNamespace(chunk_rows=rows)
-        assert linear.rows_ahead(call, plan) == 0
-        on_gpu = SimpleNamespace(is_cuda=True, shape=x.shape)
-        assert linear.rows_ahead(SimpleNamespace(**{**vars(call), "input": on_gpu}), plan) == expected
+    weight = torch.empty(128256, 4096, device="meta", dtype=BF16)
+    monkeypatch.setattr(ahead, "fits", lambda weight: True)
+    for runs, rows, expected in ((True, 4096, 384), (True, 512, 0), (True, 1024, 384), (False, 4096, 0)):
+        monkeypatch.setattr(ahead, "runs_on", lambda device, runs=runs: runs)
+        assert linear.rows_ahead(weight, SimpleNamespace(chunk_rows=rows)) == expected
+
+
+@pytest.mark.parametrize(
+    ("weight", "fits"),
+    [
+        (torch.empty(64, 32, dtype=BF16), True),
+        (torch.empty(64, 32, dtype=torch.float16), True),
+        (torch.empty(64, 32), False),
+        (torch.empty(63, 32, dtype=BF16), False),
+        (torch.empty(64, 31, dtype=BF16), False),
+        (torch.empty(32, 64, dtype=BF16).t(), False),
+        (torch.empty(64, 36, dtype=BF16)[:, :32], False),
+        (torch.empty(64, 40, dtype=BF16)[:, :32], True),
+        (torch.empty(64, 40, dtype=BF16)[:, 1:33], False),
+    ],
+)
+def test_the_kernel_takes_heads_whose_rows_are_aligned(weight, fits):
+    assert ahead.fits(weight) == fits
 
 
 @pytest.mark.parametrize("reduction", FEW)

@@ -3,7 +3,6 @@
 In float64 where an implementation has it. The interpreter gets a handful of examples.
 """
 
-import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from projecting import projected_ahead
 
-from liger.backends import linear
 from liger.testing import Inputs, assert_matches, assert_within_budget, own_error
 
 INTERPRETED_EXAMPLES = 4
@@ -102,14 +101,6 @@ def upstreams(draw, subject, drawn):
     shape = drawn.inputs.target.shape if drawn.options["reduction"] == "none" else torch.Size()
     values = [draw(st.integers(-8, 8)) for _ in range(shape.numel())]
     return torch.tensor(values, dtype=torch.float64, device=subject.device).view(shape)
-
-
-@contextlib.contextmanager
-def projected_ahead(rows):
-    """The fused loss projects up to so many rows before it knows which, as with large heads on a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "rows_ahead", lambda call, plan: min(rows, plan.chunk_rows // 2))
-        yield
 
 
 def test_the_whole_space_of_options(loss):

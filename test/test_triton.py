@@ -111,3 +111,25 @@ assert answer.chosen == "torch" and "was set after triton was imported" in str(a
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("count", [None, 0, 1, 130, 140, 1000])
+def test_a_projection_of_as_many_rows_as_the_device_says(count, bias) -> None:
+    """Whole blocks of rows, and not one if there is none; a head that ends within a block of classes."""
+    from liger.backends.triton.projection import BLOCK_ROWS, project
+
+    device, generator = _device(), torch.Generator().manual_seed(0)
+    n, vocab, hidden = 140, 296, 72
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device, torch.bfloat16)
+
+    x, weight, added = normal(n, hidden), normal(vocab, hidden), normal(vocab) if bias else None
+    logits = torch.full((n, vocab), 7.0, device=device, dtype=torch.bfloat16)
+    project(x, None if count is None else torch.tensor(count, device=device), weight, added, logits)
+    rows = n if count is None else min(n, count)
+    right = x.double() @ weight.double().t() + (0 if added is None else added.double())
+    torch.testing.assert_close(logits[:rows].double(), right[:rows], rtol=2**-8, atol=2**-8)
+    written = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+    assert (logits[written:] == 7).all()

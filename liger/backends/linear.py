@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from ..context import may_wait
 from ..spec import RowResults, compute_dtype
-from .plan import GEMM_ROW_TILE, Plan, plan_for, round_up, within_memory
+from .ahead import project_ahead, rows_ahead, sent, side_stream
+from .plan import Plan, plan_for, within_memory
 
 if TYPE_CHECKING:
     from ..call import Call, Gradients
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 OVERLAPPED_FLOP = 1e11
 """From here, about 0.15 ms on an H200, two products are worth a second stream."""
-AHEAD_FLOP = 3e11
-"""Of the product that is launched before the host knows how many rows are labelled. In bfloat16 an H200 takes about 0.5 ms
-for it: as long as the host takes to launch the next one after it has waited for a step's whole forward pass (profiled there,
-2026-11-30)."""
 
 
 def forward(call: Call, kernels: RowKernels) -> tuple[RowResults, Gradients | None, Tensor | None]:
@@ -47,10 +43,10 @@ def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, G
 
 def _run(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, GradientSums | None, Tensor | None]:
     """Results and gradients of all chunks; when it returns the logits are gone, before the gradients may be cast."""
-    inputs = call.row_inputs()
     projection = Projection(call, plan)
     index = projection.begin()
     chunks = projection.chunks(index)
+    inputs = call.row_inputs(projection.labelled)
     n = call.rows if index is None else index.shape[0]
     inputs = inputs if index is None else inputs.select(index)
     slab_like = call.input.new_empty(0, dtype=plan.gemm_dtype)
@@ -117,9 +113,11 @@ class Projection:
         self.weight = call.head.detach()[:classes].to(plan.gemm_dtype)
         self.bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
         self.slab: Tensor | None = None
-        self.ahead = rows_ahead(call, plan)
+        self.ahead = rows_ahead(self.weight, plan)
         self.begun = False
-        """Whether the slab holds the logits of the first `ahead` rows."""
+        """Whether the slab holds the logits of the first `ahead` rows, or of as many as there are."""
+        self.labelled: Tensor | None = None
+        """() int64, how many rows are labelled, if the device has counted them."""
 
     def begin(self) -> Tensor | None:
         """`labelled_rows` of the call; while the host waits for their number, the device projects the first of them."""
@@ -127,10 +125,11 @@ class Projection:
         if not ahead or not may_wait(self.call.input):
             return labelled_rows(self.call, self.plan)
         labelled = _labelled(self.call)
+        self.labelled = labelled.sum()
         first = torch.nonzero_static(labelled, size=ahead, fill_value=0)[:, 0]
-        counted = _sent(torch.stack((labelled.sum(), first[-1])))
+        counted = sent(self.labelled, first[-1])
         slab = self._slab_of(ahead if self._can_grow() else self.plan.longest(self.call.rows))
-        self._multiply(self.input[first].to(self.plan.gemm_dtype), slab[:ahead])
+        self._multiply_ahead(self.input[first].to(self.plan.gemm_dtype), slab[:ahead], self.labelled)
         count, last = counted()
         index = _skipping(labelled, count, self.plan)
         # Where all rows are projected, the first labelled ones have to be the first of all.
@@ -172,7 +171,7 @@ class Projection:
             # In two products even if nothing was projected ahead: what a row gives may not depend on whether the host waited.
             ahead = min(self.ahead, size) if span is spans[0] else 0
             if ahead and not self.begun:
-                self._multiply(rows[:ahead], logits[:ahead])
+                self._multiply_ahead(rows[:ahead], logits[:ahead], None)
             if ahead < size:
                 self._multiply(rows[ahead:], logits[ahead:])
             return Chunk(span, rows, self.weight, logits, last=span is spans[-1])
@@ -188,6 +187,9 @@ class Projection:
                 slab[: self.ahead] = self.slab[: self.ahead]
             self.slab = slab
         return slab
+
+    def _multiply_ahead(self, rows: Tensor, logits: Tensor, count: Tensor | None) -> None:
+        project_ahead(rows, count, self.weight, self.bias, logits)
 
     def _multiply(self, rows: Tensor, logits: Tensor) -> None:
         if self.bias is None:
@@ -314,25 +316,19 @@ def _side_stream(chunk: Chunk) -> Iterator[contextlib.AbstractContextManager[Any
     """Gives a context whose kernels may run beside those launched outside it; both begin after, and end before, all others.
 
     The two products of a chunk's gradients fill each other's last wave of tiles: 1 to 2 % of a step at 4096 rows (one H200,
-    2026-11-29). One stream for each device, because cuBLAS keeps a workspace for each; none while a graph is captured,
-    which must not share a stream with other threads.
+    2026-11-29). None while a graph is captured, which must not share a stream with other threads.
     """
     grad, device = chunk.logits, chunk.logits.device
     products = 2 * grad.shape[0] * grad.shape[1] * chunk.input.shape[1]
     if not grad.is_cuda or products < OVERLAPPED_FLOP or torch.cuda.is_current_stream_capturing():
         yield contextlib.nullcontext()
         return
-    current, side = torch.cuda.current_stream(device), _stream_of(device)
+    current, side = torch.cuda.current_stream(device), side_stream(device)
     side.wait_stream(current)
     try:
         yield torch.cuda.stream(side)
     finally:
         current.wait_stream(side)
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _gemm_widens(tensor: Tensor) -> bool:
@@ -348,13 +344,6 @@ def labelled_rows(call: Call, plan: Plan | None = None) -> Tensor | None:
     return _skipping(labelled, int(labelled.sum()), plan or plan_for(call))
 
 
-def rows_ahead(call: Call, plan: Plan) -> int:
-    """How many rows to project before the host knows which: none on a CPU, nor where that would be most of the work."""
-    row_flop = 2 * _classes(call) * call.input.shape[1]
-    rows = round_up(math.ceil(AHEAD_FLOP / max(1, row_flop)), GEMM_ROW_TILE)
-    return rows if call.input.is_cuda and rows <= plan.chunk_rows // 2 else 0
-
-
 def _labelled(call: Call) -> Tensor:
     """(N,) bool"""
     return call.target != call.options.ignore_index
@@ -366,21 +355,6 @@ def _skipping(labelled: Tensor, count: int, plan: Plan) -> Tensor | None:
         return None
     index = torch.nonzero_static(labelled, size=count) if labelled.is_cuda else labelled.nonzero()
     return index[:, 0]
-
-
-def _sent(numbers: Tensor) -> Callable[[], list[int]]:
-    """Begin to copy integers to the host; the function returned waits for them, and for nothing that is launched after."""
-    there = numbers.to("cpu", non_blocking=True)
-    if not numbers.is_cuda:
-        return there.tolist
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record(torch.cuda.current_stream(numbers.device))
-
-    def received() -> list[int]:
-        copied.synchronize()
-        return there.tolist()
-
-    return received
 
 
 def _classes(call: Call) -> int:

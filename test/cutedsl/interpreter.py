@@ -201,6 +201,11 @@ def _warp_reduction(value, operation):
     return reduce(operation, values)
 
 
+def _fma(a, b, c):
+    """Rounded once: a product of two float32 is exact in float64."""
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
 def _barrier(pointer):
     return pointer.block.barriers[pointer.offset]
 
@@ -292,7 +297,7 @@ def load_kernels():
         make_rmem_tensor=Tensor,
         autovec_copy=lambda source, destination: destination.store(source.load()),
         math=types.SimpleNamespace(
-            exp2=lambda x, fastmath: np.exp2(x, dtype=np.float32), log=lambda x, fastmath: np.log(x, dtype=np.float32)
+            exp2=lambda x, fastmath: np.exp2(x, dtype=np.float32), fma=_fma, log=lambda x, fastmath: np.log(x, dtype=np.float32)
         ),
     )
     cutlass = _module(

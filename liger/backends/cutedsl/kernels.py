@@ -34,6 +34,7 @@ from cutlass.memory import SmemAllocator
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.4028234663852886e38  # finite: a thread that has seen nothing yields exp(-inf - LOWEST) = 0
+HUGE = 2.0**127  # numbers of this size that differ at all differ by so much that exp of it is 0
 NONE = 2**31 - 1  # an arg max that is not there
 WARP = 32
 VECTOR_BYTES = 16  # what one thread loads and stores at once
@@ -187,8 +188,10 @@ class _Statistics(NamedTuple):
     """Of the logits that a thread has seen of a row, or of the row."""
 
     maximum: Any
+    base: Any
+    """`base_of` the maximum."""
     sum_exp: Any
-    """sum exp(s - maximum)"""
+    """sum exp2(s * factor - base); of a whole row sum exp(s - maximum)."""
     weighted: Any
     """sum w (s - maximum)"""
     weight: Any
@@ -201,16 +204,18 @@ class _Statistics(NamedTuple):
     @staticmethod
     def of_nothing() -> _Statistics:
         """Before any logit was seen."""
-        return _Statistics(Float32(LOWEST), Float32(0.0), Float32(0.0), Float32(0.0), Float32(-math.inf), Int32(NONE))
+        zero, lowest = Float32(0.0), Float32(LOWEST)
+        return _Statistics(lowest, lowest, zero, zero, zero, Float32(-math.inf), Int32(NONE))
 
 
 class _Coefficients(NamedTuple):
     """What a row's gradient is made from, beside the logits."""
 
-    maximum: Any
-    log2_sum: Any
-    """log2 sum exp(s - maximum)"""
+    factor: Any
+    base: Any
+    """With the factor, `base_of` the row's maximum."""
     a: Any
+    """The spec's, over the sum of the row's powers."""
     b: Any
     d: Any
     target_logit: Any
@@ -256,6 +261,33 @@ def store_vector(dtype, address, values):
 def exp2(x):
     """2^x, by the special-function unit."""
     return cute.math.exp2(x, fastmath=True)
+
+
+def base_of(m):
+    """(factor, base) of a maximum: exp(s - m) is about exp2(s * factor - base), one fused operation and an exponential.
+
+    The base is m * log2 e rounded, which shifts all logits alike: `residue` tells by how much. A factor of log2 e would
+    overflow where 1 will do as well.
+    """
+    factor = cutlass.select_(arch.fmax(m, -m) < HUGE, Float32(LOG2_E), Float32(1.0))
+    return factor, m * factor
+
+
+def power(s, factor, base):
+    """exp2(s * factor - base), rounded before the exponential only once."""
+    return exp2(cute.math.fma(s, factor, -base))
+
+
+def rebased(base, higher):
+    """What a sum of powers is multiplied by where the base rises."""
+    shift = base - higher
+    return exp2(cutlass.select_(shift > 0.0, Float32(-math.inf), shift))  # positive only between factors, at huge numbers
+
+
+def residue(m):
+    """log2 of what exp(s - m) is multiplied by in a power relative to the base of m."""
+    factor, base = base_of(m)
+    return cute.math.fma(m, factor, -base)
 
 
 def bits(x):
@@ -525,7 +557,8 @@ class RowKernel:
                         c = b + d * weight_sum + t * inverse_z * 2.0 * a.lse_square_scale * lse
                         if const_expr(variant.scaled):
                             c, b, d = c * a.logit_scale, b * a.logit_scale, d * a.logit_scale
-                        made_from = _Coefficients(m, log_sum * LOG2_E, c, b, d, target_logit)
+                        c *= exp2(-(log_sum * LOG2_E + residue(m)))
+                        made_from = _Coefficients(*base_of(m), c, b, d, target_logit)
                         if const_expr(self.layout.teams == 1):
                             self._gradient(a, p, cap, row, position, local_y, made_from)
                         else:
@@ -659,7 +692,7 @@ class RowKernel:
         self, a, p, cap, position: Int32, piece: Int32, local_y: Int32, stats, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Fold a thread's part of a piece into its statistics; the target's logit falls to every thread."""
-        m, sum_exp, weighted, weight, target_logit, best = stats
+        m, base, sum_exp, weighted, weight, target_logit, best = stats
         variant, layout = self.variant, self.layout
         slot = (position + piece) % layout.slots
         arch.mbarrier_wait(p.full + slot, ((position + piece) // layout.slots) & 1)
@@ -678,7 +711,8 @@ class RowKernel:
                     for e in cutlass.range_constexpr(self.width - 1, -1, -1):
                         index = p.start + vectors[j] * self.width + e
                         best = index if scores[j][e] == larger else best
-        sum_exp = sum_exp * exp2((m - larger) * LOG2_E) + tree(add, [exp2((s - larger) * LOG2_E) for s in flat])
+        factor, higher = base_of(larger)
+        sum_exp = sum_exp * rebased(base, higher) + tree(add, [power(s, factor, higher) for s in flat])
         if const_expr(variant.smoothing):
             weighted = moved(weighted, weight, m - larger)
             for j in cutlass.range_constexpr(layout.vectors):
@@ -692,7 +726,7 @@ class RowKernel:
             target_logit = self._score(a, self._element(p, slot, within), cap)
         if const_expr(not variant.resident):
             self._release(p, slot)
-        return _Statistics(larger, sum_exp, weighted, weight, target_logit, best)
+        return _Statistics(larger, higher, sum_exp, weighted, weight, target_logit, best)
 
     @cute.jit
     def _exchange(self, p, exchanges: Int32, stats):
@@ -702,7 +736,7 @@ class RowKernel:
         between: so every warp has sent that, and has read this buffer before.
         """
         layout = self.layout
-        m, sum_exp, weighted, weight, target_logit, best = self._combine_warp(stats)
+        m, base, sum_exp, weighted, weight, target_logit, best = self._combine_warp(stats)
         buffer = p.entries + (exchanges & 1) * (self.entries * self.entry_words)
         barrier = p.arrived + (exchanges & 1)
         mine = self._aligned(buffer + (p.rank * layout.warps + p.warp) * self.entry_words)
@@ -719,7 +753,7 @@ class RowKernel:
                     (cute.recast_ptr(mine, dtype=Int32) + i).store(halves[i // 4][i % 4])
                 arch.mbarrier_arrive(barrier)
         arch.mbarrier_wait(barrier, (exchanges >> 1) & 1)
-        m, sum_exp, weighted, weight, target_logit, best = _Statistics.of_nothing()
+        m, base, sum_exp, weighted, weight, target_logit, best = _Statistics.of_nothing()
         for i in cutlass.range_constexpr(-(-self.entries // WARP)):
             index = p.lane + i * WARP
             if index < self.entries:
@@ -727,6 +761,7 @@ class RowKernel:
                 their_m, their_sum = entry.load(), (entry + 1).load()
                 target_logit = arch.fmax(target_logit, (entry + 2).load())
                 larger = arch.fmax(m, their_m)
+                higher = base_of(larger)[1]
                 if const_expr(self.wide):
                     their_weight, their_best = (entry + 4).load(), bits((entry + 5).load())
                     if (their_m > m) | ((their_m == m) & (their_best < best)):
@@ -734,27 +769,29 @@ class RowKernel:
                     weighted = moved(weighted, weight, m - larger)
                     weighted += moved((entry + 3).load(), their_weight, their_m - larger)
                     weight += their_weight
-                sum_exp = sum_exp * exp2((m - larger) * LOG2_E) + their_sum * exp2((their_m - larger) * LOG2_E)
-                m = larger
-        m, sum_exp, weighted, weight, target_logit, best = self._combine_warp(
-            _Statistics(m, sum_exp, weighted, weight, target_logit, best)
+                sum_exp = sum_exp * rebased(base, higher) + their_sum * rebased(base_of(their_m)[1], higher)
+                m, base = larger, higher
+        m, base, sum_exp, weighted, weight, target_logit, best = self._combine_warp(
+            _Statistics(m, base, sum_exp, weighted, weight, target_logit, best)
         )
+        sum_exp = sum_exp * exp2(-residue(m))
         if best == NONE:  # a row that has no maximum: all NaN or all -inf
             best = Int32(0)
-        return _Statistics(m, sum_exp, weighted, weight, arch.warp_reduction(target_logit, arch.fmax), best)
+        return _Statistics(m, base, sum_exp, weighted, weight, arch.warp_reduction(target_logit, arch.fmax), best)
 
     @cute.jit
     def _combine_warp(self, stats):
         """The statistics of a warp's threads together; of the target's logit each has its own."""
-        m, sum_exp, weighted, weight, target_logit, best = stats
+        m, base, sum_exp, weighted, weight, target_logit, best = stats
         largest = arch.warp_reduction(m, arch.fmax)
-        sum_exp = arch.warp_reduction(sum_exp * exp2((m - largest) * LOG2_E), add)
+        highest = base_of(largest)[1]
+        sum_exp = arch.warp_reduction(sum_exp * rebased(base, highest), add)
         if const_expr(self.variant.smoothing):
             weighted = arch.warp_reduction(moved(weighted, weight, m - largest), add)
             weight = arch.warp_reduction(weight, add)
         if const_expr(self.variant.predicted):
             best = arch.warp_redux_sync(best if m == largest else Int32(NONE), "min")
-        return _Statistics(largest, sum_exp, weighted, weight, target_logit, best)
+        return _Statistics(largest, highest, sum_exp, weighted, weight, target_logit, best)
 
     @cute.jit
     def _gradient(self, a, p, cap, row: Int32, position: Int32, local_y: Int32, made_from):
@@ -763,7 +800,7 @@ class RowKernel:
         The target's element, too, is formed in fp32 and rounded once. The thread that wrote it as if it were another's
         writes it again, so that no thread has to ask of every element.
         """
-        m, log2_sum, c, b, d, target_logit = made_from
+        target_logit = made_from.target_logit
         start = position + p.pieces * (self.reads - 1)
         address = self._grad_of(a, p, row)
         vector = local_y // self.width
@@ -772,18 +809,18 @@ class RowKernel:
             if mine:  # the gradient may be in place, but nobody else writes here
                 place = Int64(row) * a.logits_stride + p.start + local_y
                 target_logit = self._score(a, load(self.dtype, a.logits, place), cap)
+        of_others = made_from._replace(b=Float32(0.0))
         for piece in cutlass.range(p.full_pieces, unroll=1):
-            self._write_piece(a, p, cap, address, start, piece, m, log2_sum, c, d, False)
+            self._write_piece(a, p, cap, address, start, piece, of_others, False)
         for piece in cutlass.range(p.full_pieces, p.pieces, unroll=1):
-            self._write_piece(a, p, cap, address, start, piece, m, log2_sum, c, d, True)
+            self._write_piece(a, p, cap, address, start, piece, of_others, True)
         if mine:
             weights = self._class_weights(a, p, local_y, 1)
-            store(self.dtype, address, local_y, self._gradients([target_logit], weights, cap, m, log2_sum, c, b, d)[0])
+            store(self.dtype, address, local_y, self._gradients([target_logit], weights, cap, made_from)[0])
 
     @cute.jit
     def _write_piece(
-        self, a, p, cap, address: Int64, start: Int32, piece: Int32, m: Float32, log2_sum: Float32, c: Float32, d: Float32,
-        masked: cutlass.Constexpr[bool],
+        self, a, p, cap, address: Int64, start: Int32, piece: Int32, made_from, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Write the thread's part of the gradient of a piece, as if the target were not in it."""
         layout = self.layout
@@ -797,7 +834,7 @@ class RowKernel:
             known = cutlass.min(vector, p.vectors - 1) if const_expr(masked) else vector
             weights = self._class_weights(a, p, known * self.width, self.width)
             out = cute.make_rmem_tensor(self.width, Float32)
-            for e, value in enumerate(self._gradients(scores[j], weights, cap, m, log2_sum, c, Float32(0.0), d)):
+            for e, value in enumerate(self._gradients(scores[j], weights, cap, made_from)):
                 out[e] = value
             if const_expr(masked):
                 if vector < p.vectors:
@@ -805,9 +842,10 @@ class RowKernel:
             else:
                 store_vector(self.dtype, address + Int64(vector) * VECTOR_BYTES, out)
 
-    def _gradients(self, scores, weights, cap, m, log2_sum, c, b, d):
-        """Of logits with these scores and class weights; `b` is 0 but for the target."""
-        gradient = [c * exp2((s - m) * LOG2_E - log2_sum) - b for s in scores]
+    def _gradients(self, scores, weights, cap, made_from):
+        """Of logits with these scores and class weights; b is 0 but for the target."""
+        factor, base, c, b, d, _ = made_from
+        gradient = [c * power(s, factor, base) - b for s in scores]
         if self.variant.smoothing:
             gradient = [g - d * w for g, w in zip(gradient, weights, strict=True)]
         if self.variant.softcap:
