@@ -114,6 +114,33 @@ def nvlink_bytes(device: torch.device) -> int | None:
     return 1024 * sum(counts) if counts else None
 
 
+def slowest_rank_ms(prepare: Callable[[], Step], repeats: int, load: SustainedLoad, device: torch.device) -> Quantiles:
+    """A step's time on the slowest rank, each after load and from a common start; the same number of steps on every rank."""
+    prepare()()
+    times: list[Callable[[], float]] = []
+    for _ in range(repeats):
+        step = load.before(prepare)()
+        if device.type != "cuda":
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            elapsed = (time.perf_counter() - began) * 1e3
+            times.append(lambda elapsed=elapsed: elapsed)  # type: ignore[misc]
+            continue
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(LEAD_CYCLES)
+        dist.all_reduce(torch.zeros(1, device=device))  # the GPUs, whose clocks differ, begin together
+        start.record()
+        step()
+        end.record()
+        times.append(lambda start=start, end=end: start.elapsed_time(end))  # type: ignore[misc]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    found = torch.tensor([*Quantiles.of([elapsed() for elapsed in times])], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return Quantiles(*found.tolist())
+
+
 class Bench:
     """Both ops, whole and split, on this rank."""
 
@@ -178,32 +205,6 @@ class Bench:
         steps["sum of dx alone"] = lambda: lambda: dist.all_reduce(dx)
         steps["statistics alone"] = lambda: lambda: split.gather(statistics)
         return steps
-
-    def timed_ms(self, prepare: Callable[[], Step], repeats: int) -> Quantiles:
-        """The slowest rank's, each step after load and from a common start; the same number of steps on every rank."""
-        prepare()()
-        times: list[Callable[[], float]] = []
-        for _ in range(repeats):
-            step = self.load.before(prepare)()
-            if self.device.type != "cuda":
-                dist.barrier()
-                began = time.perf_counter()
-                step()
-                elapsed = (time.perf_counter() - began) * 1e3
-                times.append(lambda elapsed=elapsed: elapsed)  # type: ignore[misc]
-                continue
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(LEAD_CYCLES)
-            dist.all_reduce(torch.zeros(1, device=self.device))  # the GPUs, whose clocks differ, begin together
-            start.record()
-            step()
-            end.record()
-            times.append(lambda start=start, end=end: start.elapsed_time(end))  # type: ignore[misc]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        found = torch.tensor([*Quantiles.of([elapsed() for elapsed in times])], device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return Quantiles(*found.tolist())
 
     def errors(self) -> dict[str, float]:
         """Of the split loss and gradients relative to those of one GPU, the worst rank's."""
@@ -346,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         note("linear, split", f"{what}_difference", "1", Quantiles(error, error, error))
     lines = []
     for name, prepare in bench.steps().items():
-        y, peak = bench.timed_ms(prepare, given.repeats), peak_extra_mib(prepare, device)
+        y, peak = slowest_rank_ms(prepare, given.repeats, bench.load, device), peak_extra_mib(prepare, device)
         note(name, "speed", "ms", y)
         if peak is not None:
             note(name, "memory", "MB", Quantiles(peak, peak, peak))

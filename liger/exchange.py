@@ -54,8 +54,8 @@ class Unusable(RuntimeError):
 class PeerRows:
     """One process group's buffers on one device: who writes where, and which call a word is of.
 
-    Two halves suffice. A kernel ends only when a row of every rank has come, row 0 at the least, so a peer that is at call
-    k + 2 has seen my kernel of call k + 1, before which that of call k had ended: nobody reads call k's half any more.
+    Two halves suffice. A kernel ends only when all rows of every rank have come, so a peer that is at call k + 2 has seen
+    my kernel of call k + 1, before which that of call k had ended: nobody reads call k's half any more.
 
     Args:
         rank: of this process in the group.
@@ -69,7 +69,7 @@ class PeerRows:
         self.capacity = 0
         self.tag = 1
         self.rows_sent = 0
-        """By all calls so far, rows that were ignored included."""
+        """By all calls so far; those that are ignored are sent like all others."""
 
     def reserve(self, rows: int) -> None:
         """Make room for a call of `rows` rows, which are as many on every rank: so all grow, or none."""

@@ -199,8 +199,8 @@ TRITON_KERNELS = (
     ),
     kernel(
         "kernel: accept target V",
-        "in_range = (y >= 0) & (y < total)\n    y -= start  # a class of another rank",
-        "in_range = (y >= 0) & (y <= total)\n    y -= start  # a class of another rank",
+        "in_range = (y >= 0) & (y < vocab)\n    y = tl",
+        "in_range = (y >= 0) & (y <= vocab)\n    y = tl",
     ),
     kernel(
         "kernel: a number for a wrong target",

@@ -13,18 +13,18 @@ from ...exchange import WORDS, Turn
 from ...options import CrossEntropyOptions
 from ...spec import RowInputs, RowResults, RowStats
 from . import kernels
-from .launch import processor_count, row_grad_launch, rows_launch
+from .launch import exchanged_rows_launch, processor_count, row_grad_launch, rows_launch
 
 SCALE_BLOCK = 4096
 SCALE_PROGRAMS_PER_PROCESSOR = 8
 IS_HIP = torch.version.hip is not None
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 """Compile the kernel's own assertion, and none of Triton's about every sum."""
-INTERPRETED_ATTEMPTS_PER_SECOND = 20_000
+INTERPRETED_ATTEMPTS_PER_SECOND = 200
 """More than the interpreter makes."""
 
 
-def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None, turn: Turn | None = None) -> None:
+def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
     n, vocab = logits.shape
     if n == 0:
         return
@@ -43,10 +43,7 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
             lse,
             0 if lse is None else lse.stride(0),
             vocab,
-            inputs.start,
-            inputs.vocab or vocab,
             *_scalars(options),
-            *_exchange(turn, logits),
             SMOOTHING=options.label_smoothing > 0,
             TOKEN_SCALING=options.use_token_scaling,
             STRIDED=logits.stride(1) != 1,
@@ -54,17 +51,52 @@ def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | 
             BLOCK=launch.block,
             WIDTH=launch.width(logits.element_size()),
             HELD=launch.held,
-            RANKS=0 if turn is None else turn.ranks,
-            WORDS=WORDS,
-            LANES=0 if turn is None else WORDS * triton.next_power_of_2(turn.ranks),
-            CLOCK=logits.is_cuda,
             num_warps=launch.num_warps,
-            **({} if turn is None else ASSERTING),
         )
 
 
 def exchanged_rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None, turn: Turn) -> None:
-    rows(logits, inputs, results, grad, turn)
+    n, vocab = logits.shape
+    launch, lag = exchanged_rows_launch(vocab, logits.element_size(), grad is not None, processor_count(logits.device))
+    lag, lse = min(lag, n), results.lse
+    core_divisor, z_divisor = (None, None) if inputs.divisors is None else inputs.divisors
+    with _on_device(logits):
+        kernels.exchanged_rows_kernel[(n + lag,)](
+            *_matrix(logits),
+            *_matrix(grad),
+            inputs.target,
+            inputs.target.stride(0),
+            inputs.target_weight,
+            core_divisor,
+            z_divisor,
+            results.loss,
+            results.z_loss,
+            lse,
+            0 if lse is None else lse.stride(0),
+            vocab,
+            inputs.start,
+            inputs.vocab or vocab,
+            inputs.options.ignore_index,
+            float(inputs.options.lse_square_scale),
+            *_transform(inputs.options),
+            n,
+            lag,
+            turn.addresses,
+            turn.rank,
+            turn.capacity,
+            turn.tag,
+            int(turn.timeout_s * (1e9 if logits.is_cuda else INTERPRETED_ATTEMPTS_PER_SECOND)),
+            STRIDED=logits.stride(1) != 1,
+            GRAD_STRIDED=grad is not None and grad.stride(1) != 1,
+            BLOCK=launch.block,
+            WIDTH=launch.width(logits.element_size()),
+            RANKS=turn.ranks,
+            WORDS=WORDS,
+            LANES=WORDS * triton.next_power_of_2(turn.ranks),
+            CLOCK=logits.is_cuda,
+            num_warps=launch.num_warps,
+            **ASSERTING,
+        )
 
 
 def row_stats(logits: Tensor, inputs: RowInputs) -> RowStats:
@@ -171,13 +203,6 @@ def _transform(options: CrossEntropyOptions) -> tuple[float | None, float | None
     """What becomes of a logit before anything else; None leaves its part out of the compiled kernel."""
     scale, cap = options.logit_scale, options.softcap
     return None if scale == 1 else float(scale), None if cap is None else float(cap)
-
-
-def _exchange(turn: Turn | None, logits: Tensor) -> tuple[Any, ...]:
-    if turn is None:
-        return None, 0, 0, 0, 0
-    patience = turn.timeout_s * (1e9 if logits.is_cuda else INTERPRETED_ATTEMPTS_PER_SECOND)
-    return turn.addresses, turn.rank, turn.capacity, turn.tag, int(patience)
 
 
 def _on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -137,6 +137,30 @@ def _reduced(maxima, sums, weighted, weights):
 
 
 @triton.jit
+def _nothing(BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Running statistics of lane groups before the first block."""
+    zeros = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    return tl.full((BLOCK // WIDTH,), LOWEST, tl.float32), zeros, zeros, zeros
+
+
+@triton.jit
+def _row_stats(
+    row_ptr, stride, vocab, y, logit_scale, softcap, class_weight_ptr,
+    SMOOTHING: tl.constexpr, STRIDED: tl.constexpr, EVICT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """m, sum exp(s - m), sum w (s - m) and s_y of a row; s_y is NaN where the target is no column of it."""
+    here = (y >= 0) & (y < vocab)
+    target_logit = _capped(tl.load(row_ptr + tl.where(here, y, 0) * stride), logit_scale, softcap)
+    maxima, sums, weighted, weights = _nothing(BLOCK, WIDTH)
+    maxima, sums, weighted, weights = _statistics(
+        row_ptr, stride, vocab, logit_scale, softcap, class_weight_ptr, 0, maxima, sums, weighted, weights,
+        SMOOTHING, STRIDED, EVICT, BLOCK, WIDTH,
+    )  # fmt: skip
+    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
+    return maximum, sum_exp, weighted_sum, tl.where(here, target_logit, float("nan"))
+
+
+@triton.jit
 def _argmax(row_ptr, stride, vocab, logit_scale, softcap, maximum, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     """Lowest index whose capped logit is the maximum; 0 for a row that has none (all NaN or all -inf)."""
     best = tl.full((BLOCK,), vocab, tl.int32)
@@ -224,99 +248,69 @@ def _write_zeros(grad_ptr, grad_stride, vocab, GRAD_STRIDED: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _slot(sender, row, tag, capacity, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """Where in a rank's buffer the first word of what `sender` says of a row is."""
-    return (((tag & 1) * RANKS + sender).to(tl.int64) * capacity + row) * WORDS
-
-
-@triton.jit
-def _number(word):
-    return word.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _received(ptr, tag, patience, CLOCK: tl.constexpr):
-    """Three numbers, and whether they have come in `patience`: nanoseconds, or attempts where there is no such clock."""
-    first = tl.load(ptr, volatile=True)
-    second = tl.load(ptr + 1, volatile=True)
-    third = tl.load(ptr + 2, volatile=True)
-    began = tl.full((), 0, tl.int64)
-    waited = tl.full((), 0, tl.int64)
-    # Every thread reads the words itself and goes on when it has them: no barrier may be in here.
-    while (((first >> 32) != tag) | ((second >> 32) != tag) | ((third >> 32) != tag)) & (waited < patience):
-        first = tl.load(ptr, volatile=True)
-        second = tl.load(ptr + 1, volatile=True)
-        third = tl.load(ptr + 2, volatile=True)
-        if CLOCK:
-            now = globaltimer()
-            began = tl.where(began == 0, now, began)
-            waited = now - began
-        else:
-            waited += 1
-    in_time = ((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)
-    return _number(first), _number(second), _number(third), in_time
-
-
-@triton.jit
-def _exchanged(
-    addresses_ptr, rank, capacity, tag, patience, row, maximum, sum_exp, target_logit,
-    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr,
+def _write_ignored(
+    row, vocab, loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride, grad_row_ptr, grad_stride,
+    GRAD_STRIDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's (m, sum exp(s - m), s_y) over the classes of all ranks, from those of this one's: see `liger.exchange`.
+    """Everything of an ignored row, which nobody needs to have read."""
+    tl.store(loss_ptr + row, 0.0)
+    if z_loss_ptr is not None:
+        tl.store(z_loss_ptr + row, 0.0)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, -1)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, 0.0)
+        tl.store(lse_ptr + lse_stride + row, 0.0)
+    if grad_row_ptr is not None:
+        _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
 
-    A number travels with the tag of its call in one 64-bit store, so that whoever sees the tag has the number, and no order
-    of two stores matters (as in NCCL's protocol for small messages). GPUs start programs in the order of their ids, so the
-    first row that is not done runs on all of them, and no rank waits for one that waits for it.
-    """
-    lanes = tl.arange(0, LANES)
-    peer, place = lanes // WORDS, lanes % WORDS
-    sends = (peer < RANKS) & (peer != rank) & (place < 3)
-    values = tl.where(place == 0, maximum, tl.where(place == 1, sum_exp, target_logit))
-    words = (tag.to(tl.int64) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    buffers = tl.load(addresses_ptr + peer, mask=sends, other=0).to(tl.pointer_type(tl.int64))
-    to_peers = buffers + _slot(rank, row, tag, capacity, RANKS, WORDS) + place
-    tl.atomic_xchg(to_peers, words, mask=sends, sem="relaxed", scope="sys")
 
-    own_buffer = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
-    all_maximum = tl.full((), LOWEST, tl.float32)
-    all_sum_exp = tl.full((), 0.0, tl.float32)
-    all_target = tl.full((), float("nan"), tl.float32)
-    all_in_time = tag > 0
-    for sender in tl.static_range(RANKS):  # in one order, so that all ranks have the same bits
-        m, part, y = maximum, sum_exp, target_logit
-        if sender != rank:
-            slot = _slot(rank * 0 + sender, row, tag, capacity, RANKS, WORDS)
-            m, part, y, in_time = _received(own_buffer + slot, tag, patience, CLOCK)
-            all_in_time = all_in_time & in_time
-        larger = tl.maximum(all_maximum, m)
-        all_sum_exp = all_sum_exp * tl.exp2((all_maximum - larger) * LOG2_E) + part * tl.exp2((m - larger) * LOG2_E)
-        all_maximum = larger
-        all_target = tl.where(all_target == all_target, all_target, y)  # the one that is not NaN
-    assert all_in_time, "the statistics of another rank did not come within the timeout of the process group"  # noqa: S101
-    return all_maximum, all_sum_exp, all_target
+@triton.jit
+def _write_loss(
+    row, vocab, in_range, maximum, log_sum, weighted_sum, target_logit, target_weight_ptr, class_weight_sum_ptr,
+    core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, label_smoothing, lse_square_scale,
+    SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr,
+):  # fmt: skip
+    """Loss, z-loss and (m, log sum) of a row from its statistics over `vocab` classes; returns a, b and d of its gradient."""
+    nll = log_sum - (target_logit - maximum)
+    t = tl.where(in_range, 1.0, float("nan"))
+    if TOKEN_SCALING:
+        t *= tl.exp2(-nll * LOG2_E)
+    a, b, d = _coefficients(
+        row, vocab, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
+        label_smoothing, lse_square_scale,
+    )  # fmt: skip
+    loss = b * nll  # b = t (1 - e) w_y / D, so this is the core term without smoothing
+    if SMOOTHING:
+        if class_weight_sum_ptr is not None:
+            weight_sum = tl.load(class_weight_sum_ptr)
+        else:
+            weight_sum = vocab * 1.0
+        loss += d * (weight_sum * log_sum - weighted_sum)
+    lse = maximum + log_sum
+    z = t * _inverse(z_divisor_ptr) * (lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
+    tl.store(loss_ptr + row, loss + z)
+    if z_loss_ptr is not None:
+        tl.store(z_loss_ptr + row, z)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, maximum)
+        tl.store(lse_ptr + lse_stride + row, log_sum)
+    return a, b, d
 
 
 @triton.jit(
-    do_not_specialize=[
-        *("ignore_index", "target_stride", "lse_stride", "grad_loss_stride", "start", "total"),
-        *("rank", "capacity", "tag", "patience"),
-    ],
+    do_not_specialize=["ignore_index", "target_stride", "lse_stride", "grad_loss_stride"],
     do_not_specialize_on_alignment=ONE_ELEMENT,
 )
 def rows_kernel(
     logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
     class_weight_ptr, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
     loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride,
-    vocab, start, total, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
-    addresses_ptr, rank, capacity, tag, patience,
+    vocab, ignore_index, label_smoothing, lse_square_scale, logit_scale, softcap,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr, STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr,
-    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr,
 ):  # fmt: skip
     """Statistics, loss and, with `grad_ptr`, gradient of one row in one launch.
-
-    The row covers `vocab` classes from `start` on, of `total`: all of them, or with `addresses_ptr` those of one rank, and
-    the statistics are exchanged while the row is at hand (then there is no smoothing, token scaling or prediction).
 
     Reads the row once, and all but its first HELD logits a second time (mostly from L2) for the gradient, which is
     written once; a prediction reads it once more. Pointers that are None leave their part out.
@@ -324,38 +318,20 @@ def rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     y = tl.load(target_ptr + row * target_stride).to(tl.int64)
-    if grad_ptr is not None:
-        grad_row_ptr = grad_ptr + row * grad_row_stride
+    grad_row_ptr = None if grad_ptr is None else grad_ptr + row * grad_row_stride
 
     if y == ignore_index:
-        tl.store(loss_ptr + row, 0.0)
-        if z_loss_ptr is not None:
-            tl.store(z_loss_ptr + row, 0.0)
-        if predicted_ptr is not None:
-            tl.store(predicted_ptr + row, -1)
-        if lse_ptr is not None:
-            tl.store(lse_ptr + row, 0.0)
-            tl.store(lse_ptr + lse_stride + row, 0.0)
-        if grad_ptr is not None:
-            _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)
-        if addresses_ptr is not None:  # noqa: SIM102 - which is known when this is compiled
-            if row == 0:  # the one row that always takes part: no kernel may end before its peers' have begun
-                nothing = tl.full((), 0.0, tl.float32)
-                _exchanged(
-                    addresses_ptr, rank, capacity, tag, patience, row, nothing, nothing, nothing, RANKS, WORDS, LANES, CLOCK
-                )  # fmt: skip
+        _write_ignored(
+            row, vocab, loss_ptr, z_loss_ptr, predicted_ptr, lse_ptr, lse_stride, grad_row_ptr, grad_stride, GRAD_STRIDED, BLOCK
+        )
         return
 
-    in_range = (y >= 0) & (y < total)
-    y -= start  # a class of another rank is no column of this one
-    here = (y >= 0) & (y < vocab)
-    target_logit = _capped(tl.load(row_ptr + tl.where(here, y, 0) * logits_stride), logit_scale, softcap)
+    in_range = (y >= 0) & (y < vocab)
+    y = tl.where(in_range, y, 0)
+    target_logit = _capped(tl.load(row_ptr + y * logits_stride), logit_scale, softcap)
 
     lanes = tl.arange(0, BLOCK)
-    maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
-    sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    weights = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    maxima, sums, weighted, weights = _nothing(BLOCK, WIDTH)
     held = ()
     for i in tl.static_range(HELD // BLOCK):
         offsets = i * BLOCK + lanes
@@ -372,36 +348,12 @@ def rows_kernel(
         SMOOTHING, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
     maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
-    if addresses_ptr is not None:
-        target_logit = tl.where(here, target_logit, float("nan"))
-        maximum, sum_exp, target_logit = _exchanged(
-            addresses_ptr, rank, capacity, tag, patience, row, maximum, sum_exp, target_logit, RANKS, WORDS, LANES, CLOCK
-        )  # fmt: skip
     log_sum = tl.log(sum_exp)
-
-    nll = log_sum - (target_logit - maximum)
-    t = tl.where(in_range, 1.0, float("nan"))
-    if TOKEN_SCALING:
-        t *= tl.exp2(-nll * LOG2_E)
-    a, b, d = _coefficients(
-        row, total, maximum, log_sum, t, target_weight_ptr, class_weight_sum_ptr, core_divisor_ptr, z_divisor_ptr,
-        label_smoothing, lse_square_scale,
+    a, b, d = _write_loss(
+        row, vocab, in_range, maximum, log_sum, weighted_sum, target_logit, target_weight_ptr, class_weight_sum_ptr,
+        core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, label_smoothing, lse_square_scale,
+        SMOOTHING, TOKEN_SCALING,
     )  # fmt: skip
-    loss = b * nll  # b = t (1 - e) w_y / D, so this is the core term without smoothing
-    if SMOOTHING:
-        if class_weight_sum_ptr is not None:
-            weight_sum = tl.load(class_weight_sum_ptr)
-        else:
-            weight_sum = total * 1.0
-        loss += d * (weight_sum * log_sum - weighted_sum)
-    lse = maximum + log_sum
-    z = t * _inverse(z_divisor_ptr) * (lse_square_scale * lse) * lse  # in this order 0 times a huge lse stays 0
-    tl.store(loss_ptr + row, loss + z)
-    if z_loss_ptr is not None:
-        tl.store(z_loss_ptr + row, z)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, maximum)
-        tl.store(lse_ptr + lse_stride + row, log_sum)
     if predicted_ptr is not None:
         best = _argmax(row_ptr, logits_stride, vocab, logit_scale, softcap, maximum, STRIDED, BLOCK)
         tl.store(predicted_ptr + row, best.to(tl.int64))
@@ -420,6 +372,145 @@ def rows_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _slot(sender, row, tag, capacity, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """Where in a rank's buffer the first word of what `sender` says of a row is."""
+    return (((tag & 1) * RANKS + sender).to(tl.int64) * capacity + row) * WORDS
+
+
+@triton.jit
+def _send(
+    addresses_ptr, rank, capacity, tag, row, maximum, sum_exp, target_logit,
+    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Tell every rank, this one too, a row's statistics over this rank's classes: see `liger.exchange`.
+
+    A number travels with the tag of its call in one 64-bit store, so that whoever sees the tag has the number, and no order
+    of two stores matters (as in NCCL's protocol for small messages).
+    """
+    lanes = tl.arange(0, LANES)
+    peer, place = lanes // WORDS, lanes % WORDS
+    sends = (peer < RANKS) & (place < 3)
+    values = tl.where(place == 0, maximum, tl.where(place == 1, sum_exp, target_logit))
+    words = (tag.to(tl.int64) << 32) | (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    buffers = tl.load(addresses_ptr + peer, mask=sends, other=0).to(tl.pointer_type(tl.int64))
+    to_peers = buffers + _slot(rank, row, tag, capacity, RANKS, WORDS) + place
+    tl.atomic_xchg(to_peers, words, mask=sends, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _number(word):
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _combined(buffer, capacity, tag, row, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """(m, sum exp(s - m), s_y) of a row over the classes of all ranks, and whether all of them have come."""
+    maximum = tl.full((), LOWEST, tl.float32)
+    sum_exp = tl.full((), 0.0, tl.float32)
+    target_logit = tl.full((), float("nan"), tl.float32)
+    complete = tag > 0
+    for sender in tl.static_range(RANKS):  # in one order, so that all ranks have the same bits
+        words = buffer + _slot(tl.full((), sender, tl.int32), row, tag, capacity, RANKS, WORDS)
+        first = tl.load(words, volatile=True)
+        second = tl.load(words + 1, volatile=True)
+        third = tl.load(words + 2, volatile=True)
+        complete = complete & ((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)
+        m = _number(first)
+        larger = tl.maximum(maximum, m)
+        sum_exp = sum_exp * tl.exp2((maximum - larger) * LOG2_E) + _number(second) * tl.exp2((m - larger) * LOG2_E)
+        maximum = larger
+        target_logit = tl.where(target_logit == target_logit, target_logit, _number(third))  # the one that is not NaN
+    return maximum, sum_exp, target_logit, complete
+
+
+@triton.jit
+def _receive(
+    addresses_ptr, rank, capacity, tag, patience, row, RANKS: tl.constexpr, WORDS: tl.constexpr, CLOCK: tl.constexpr
+):  # fmt: skip
+    """A row's statistics over the classes of all ranks, which have `patience`: ns, or attempts where there is no clock.
+
+    Every thread reads the words itself and goes on when it has them: no barrier may be in here.
+    """
+    buffer = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64))
+    maximum, sum_exp, target_logit, complete = _combined(buffer, capacity, tag, row, RANKS, WORDS)
+    began = tl.full((), 0, tl.int64)
+    waited = tl.full((), 0, tl.int64)
+    while (complete == 0) & (waited < patience):
+        maximum, sum_exp, target_logit, complete = _combined(buffer, capacity, tag, row, RANKS, WORDS)
+        if CLOCK:
+            now = globaltimer()
+            began = tl.where(began == 0, now, began)
+            waited = now - began
+        else:
+            waited += 1
+    assert complete, "the statistics of another rank did not come within the timeout of the process group"  # noqa: S101
+    return maximum, sum_exp, target_logit
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("ignore_index", "target_stride", "lse_stride", "start", "total"),
+        *("rows", "lag", "rank", "capacity", "tag", "patience"),
+    ],
+    do_not_specialize_on_alignment=ONE_ELEMENT,
+)
+def exchanged_rows_kernel(
+    logits_ptr, logits_row_stride, logits_stride, grad_ptr, grad_row_stride, grad_stride, target_ptr, target_stride,
+    target_weight_ptr, core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride,
+    vocab, start, total, ignore_index, lse_square_scale, logit_scale, softcap,
+    rows, lag, addresses_ptr, rank, capacity, tag, patience,
+    STRIDED: tl.constexpr, GRAD_STRIDED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    RANKS: tl.constexpr, WORDS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr,
+):  # fmt: skip
+    """Loss and, with `grad_ptr`, gradient over `total` classes, of which this rank has `vocab` from `start` on.
+
+    Program r sends the statistics of row r and finishes row r - `lag`: until then others had time to send theirs, so that
+    nobody waits for a round trip, and the row is still in L2 for the second read. GPUs start programs in the order of their
+    ids, and no program waits for what one with a larger id sends: of those that have not ended on some GPU, the lowest has
+    all it needs or will get it from one that runs. An ignored row is not read, but sent like every other, so that no kernel
+    ends before its peers' have come as far.
+
+    With the gradient in the logits' own memory, a row is overwritten only after its words, the rank's own too, have come.
+    """
+    sent = tl.program_id(0).to(tl.int64)
+    if sent < rows:
+        y = tl.load(target_ptr + sent * target_stride).to(tl.int64)
+        maximum = tl.full((), LOWEST, tl.float32)
+        sum_exp = tl.full((), 0.0, tl.float32)
+        target_logit = tl.full((), float("nan"), tl.float32)
+        if y != ignore_index:
+            maximum, sum_exp, _, target_logit = _row_stats(
+                logits_ptr + sent * logits_row_stride, logits_stride, vocab, y - start, logit_scale, softcap, None,
+                False, STRIDED, "evict_last" if grad_ptr is not None else "evict_first", BLOCK, WIDTH,
+            )  # fmt: skip
+        _send(addresses_ptr, rank, capacity, tag, sent, maximum, sum_exp, target_logit, RANKS, WORDS, LANES)
+
+    row = sent - lag
+    if row >= 0:
+        maximum, sum_exp, target_logit = _receive(addresses_ptr, rank, capacity, tag, patience, row, RANKS, WORDS, CLOCK)
+        y = tl.load(target_ptr + row * target_stride).to(tl.int64)
+        grad_row_ptr = None if grad_ptr is None else grad_ptr + row * grad_row_stride
+        if y == ignore_index:
+            _write_ignored(
+                row, vocab, loss_ptr, z_loss_ptr, None, lse_ptr, lse_stride, grad_row_ptr, grad_stride, GRAD_STRIDED, BLOCK
+            )
+        else:
+            log_sum = tl.log(sum_exp)
+            a, b, d = _write_loss(
+                row, total, (y >= 0) & (y < total), maximum, log_sum, 0.0, target_logit, target_weight_ptr, None,
+                core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, 0.0, lse_square_scale,
+                False, False,
+            )  # fmt: skip
+            if grad_ptr is not None:
+                if logit_scale is not None:
+                    a, b, d = a * logit_scale, b * logit_scale, d * logit_scale
+                _write_gradient(
+                    logits_ptr + row * logits_row_stride, logits_stride, grad_row_ptr, grad_stride, vocab, y - start,
+                    maximum, log_sum, a, b, d, logit_scale, softcap, None, 0, False, STRIDED, GRAD_STRIDED, BLOCK,
+                )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["start"], do_not_specialize_on_alignment=ONE_ELEMENT)
 def row_stats_kernel(
     logits_ptr, logits_row_stride, logits_stride, target_ptr, target_stride, class_weight_ptr,
@@ -430,20 +521,13 @@ def row_stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     y = tl.load(target_ptr + row * target_stride).to(tl.int64) - start
-    in_range = (y >= 0) & (y < vocab)
-    target_logit = _capped(tl.load(row_ptr + tl.where(in_range, y, 0) * logits_stride), logit_scale, softcap)
-    maxima = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
-    sums = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    weighted = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    weights = tl.zeros((BLOCK // WIDTH,), tl.float32)
-    maxima, sums, weighted, weights = _statistics(
-        row_ptr, logits_stride, vocab, logit_scale, softcap, class_weight_ptr, 0, maxima, sums, weighted, weights,
+    maximum, sum_exp, weighted_sum, target_logit = _row_stats(
+        row_ptr, logits_stride, vocab, y, logit_scale, softcap, class_weight_ptr,
         SMOOTHING, STRIDED, "evict_first", BLOCK, WIDTH,
     )  # fmt: skip
-    maximum, sum_exp, weighted_sum = _reduced(maxima, sums, weighted, weights)
     tl.store(maximum_ptr + row, maximum)
     tl.store(sum_exp_ptr + row, sum_exp)
-    tl.store(target_logit_ptr + row, tl.where(in_range, target_logit - maximum, float("nan")))
+    tl.store(target_logit_ptr + row, target_logit - maximum)
     if weighted_sum_ptr is not None:
         tl.store(weighted_sum_ptr + row, weighted_sum)
     if argmax_ptr is not None:

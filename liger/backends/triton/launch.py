@@ -50,6 +50,10 @@ ROWS_BYTES, ROWS_WARPS = 16 << 10, 16
 # `row_grad`: 1.05 to 1.08 times one read + one write; it varies little with the launch.
 ROW_GRAD_BYTES, ROW_GRAD_WARPS = 8 << 10, 16
 
+# `exchanged_rows` reads a row twice too, a lag of programs apart. Half of what an H200 runs at once leaves a peer's
+# statistics time to come, and the rows between the passes have to stay in L2. Without a second read waiting is all it costs.
+LAG_BYTES, LAGS_WITHOUT_GRAD = 20 << 20, 4
+
 
 @lru_cache(maxsize=256)
 def rows_launch(vocab: int, itemsize: int, with_grad: bool, is_hip: bool) -> Launch:
@@ -59,6 +63,13 @@ def rows_launch(vocab: int, itemsize: int, with_grad: bool, is_hip: bool) -> Lau
     else:
         launch = Launch(ROWS_BYTES // itemsize, ROWS_WARPS)
     return _fit(launch, vocab, is_hip)
+
+
+@lru_cache(maxsize=256)
+def exchanged_rows_launch(vocab: int, itemsize: int, with_grad: bool, processors: int) -> tuple[Launch, int]:
+    """Launch of `exchanged_rows`, and how many rows after a row has been sent it is finished."""
+    launch = _fit(Launch(ROWS_BYTES // itemsize, ROWS_WARPS), vocab, is_hip=False)
+    return launch, min(processors, LAG_BYTES // (vocab * itemsize)) if with_grad else LAGS_WITHOUT_GRAD * processors
 
 
 @lru_cache(maxsize=256)
