@@ -245,12 +245,17 @@ TRITON_KERNELS = (
 CUTE_KERNELS = tuple(
     Mutant(f"CuTe DSL: {what}", CUTE, old, new, "not mutant", ("cutedsl/interpreted",))
     for what, old, new in (
-        ("add sums of different maxima", "their_sum * exp2((their_m - larger) * LOG2_E)", "their_sum"),
-        ("forget that the maximum rose", "sum_exp = sum_exp * exp2((m - larger) * LOG2_E) + tree", "sum_exp = sum_exp + tree"),
+        ("add sums of different maxima", "their_sum * rebased(base_of(their_m)[1], higher)", "their_sum"),
+        ("forget that the maximum rose", "sum_exp = sum_exp * rebased(base, higher) + tree", "sum_exp = sum_exp + tree"),
+        ("forget what the base was rounded by", "        sum_exp = sum_exp * exp2(-residue(m))\n", ""),
+        ("forget it in the gradient", "exp2(-(log_sum * LOG2_E + residue(m)))", "exp2(-(log_sum * LOG2_E))"),
+        ("let log2 e overflow", "cutlass.select_(arch.fmax(m, -m) < HUGE, Float32(LOG2_E), Float32(1.0))", "Float32(LOG2_E)"),
+        ("rise between the factors", "cutlass.select_(shift > 0.0, Float32(-math.inf), shift)", "shift"),
+        ("hand over the target's coefficients for all", "made_from._replace(b=Float32(0.0))", "made_from"),
         ("take what lies behind a slice", "cutlass.select_(vector < p.vectors, s, Float32(-math.inf))", "s"),
         ("swap the halves of a word", "(words[i] << 16, words[i] & -65536)", "(words[i] & -65536, words[i] << 16)"),
         ("no one-hot", "        if mine:\n            weights", "        if False:\n            weights"),
-        ("look for the target in every block's slice", "Int32(column if here else Int64(-1)) - p.start", "Int32(column)"),
+        ("look for the target in every block's slice", "Int32(cutlass.select_(here, column, Int64(-1)))", "Int32(column)"),
         ("another row's target at known statistics", "place = Int64(row) * a.logits_stride", "place = Int64(0)"),
         ("the greatest index of a tie", "(their_best < best)", "(their_best > best)"),
         ("forget the slope of the soft cap", "[g * (1.0 - ratio * ratio) for", "[g for"),

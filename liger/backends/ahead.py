@@ -59,7 +59,7 @@ def project_ahead(x: Tensor, count: Tensor | None, weight: Tensor, bias: Tensor 
 @functools.cache
 def runs_on(device: torch.device) -> bool:
     """Whether the kernel runs there."""
-    version = TRITON.version() if device_info(device).capability in ARCHS else None
+    version = TRITON.version() if device.type == "cuda" and device_info(device).capability in ARCHS else None
     return version is not None and release(version) >= DESCRIPTORS and os.environ.get(INTERPRETER) != "1"
 
 

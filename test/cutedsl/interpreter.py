@@ -222,6 +222,8 @@ def _inline_ptx(code, write_only_types=None, read_only_args=()):
         if write_only_types == [FLOAT32]:
             return np.uint32(read_only_args[0] & 0xFFFFFFFF).view("<f4")
         return int(np.float32(read_only_args[0]).view("<i4"))
+    if code.startswith("mul.rn.f32"):
+        return np.float32(read_only_args[0]) * np.float32(read_only_args[1])
     destination, source, size, barrier = read_only_args
     assert code.startswith("cp.async.bulk.shared::cluster.global")
     assert size > 0
@@ -282,6 +284,7 @@ def load_kernels():
         mbarrier_arrive_and_expect_tx=lambda pointer, size: _barrier(pointer).change(arrivals=1, expected=size),
         store_async_dsmem=_store_async,
         inline_ptx=_inline_ptx,
+        fence_view_async_shared=lambda: None,
     )
     cute = _module(
         "cute",

@@ -169,6 +169,38 @@ def test_more_warps_than_a_warp_has_lanes(monkeypatch):
     assert results.predicted.tolist() == [5]
 
 
+def _rows_of_every_size(vocab):
+    """Far from 0, masked with the lowest numbers, and astride of the size from which on the factor is not log2 e."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, vocab, generator=generator)
+    lowest = torch.finfo(torch.float32).min
+    rows[0] += 30001.0
+    rows[1] -= 30001.0
+    rows[2] = lowest
+    rows[3, ::2] = lowest
+    rows[4] = lowest / 2
+    rows[4, 1::2] = lowest
+    rows[5, ::2], rows[5, 1::2] = -math.inf, 1.0
+    for row, size in enumerate((2.0**30, -(2.0**30), 2.0**29.9, -(2.0**29.9), 1e37, -1e37), 6):
+        rows[row] = size * torch.tensor([1.0, 1.02]).repeat(vocab // 2)
+    return rows
+
+
+@pytest.mark.parametrize("layout", ["two warps", "two teams of two warps in two blocks"])
+def test_numbers_of_every_size(monkeypatch, layout):
+    monkeypatch.setattr(backend, "rows_layout", lambda row_bytes: LAYOUTS[layout])
+    logits = _rows_of_every_size(600)
+    inputs = spec.RowInputs(torch.arange(1, 13), CrossEntropyOptions(reduction="sum"))
+    results = spec.RowResults.empty(12, logits, inputs.options, keep_lse=True)
+    grad = torch.empty_like(logits)
+    backend.rows(logits, inputs, results, grad)
+    stats = spec.row_stats(logits.double(), inputs)
+    _close(results.lse, stats.lse)
+    _close(grad, spec.row_grad(logits.double(), inputs, stats.lse))
+    truth = spec.row_loss(stats, 600, inputs).loss.float()
+    torch.testing.assert_close(results.loss, truth, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", [None, "reduction", *EVERYTHING])
 def test_each_option(name):
     chosen = {} if name is None else {name: (EVERYTHING | {"reduction": "sum"})[name]}

@@ -34,7 +34,7 @@ from cutlass.memory import SmemAllocator
 
 LOG2_E = math.log2(math.e)
 LOWEST = -3.4028234663852886e38  # finite: a thread that has seen nothing yields exp(-inf - LOWEST) = 0
-HUGE = 2.0**127  # numbers of this size that differ at all differ by so much that exp of it is 0
+HUGE = 2.0**30  # numbers of this size that differ at all differ by 64, and exp of that is nothing
 NONE = 2**31 - 1  # an arg max that is not there
 WARP = 32
 VECTOR_BYTES = 16  # what one thread loads and stores at once
@@ -263,14 +263,19 @@ def exp2(x):
     return cute.math.exp2(x, fastmath=True)
 
 
+def product(a, b):
+    """a * b, rounded: no compiler may fuse it with a sum."""
+    return arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
 def base_of(m):
     """(factor, base) of a maximum: exp(s - m) is about exp2(s * factor - base), one fused operation and an exponential.
 
-    The base is m * log2 e rounded, which shifts all logits alike: `residue` tells by how much. A factor of log2 e would
-    overflow where 1 will do as well.
+    The base is m * log2 e rounded, which shifts all logits alike: `residue` tells by how much, at most 64. From `HUGE` on that
+    would be too much, and a factor of 1, with which nothing is rounded, does as well.
     """
     factor = cutlass.select_(arch.fmax(m, -m) < HUGE, Float32(LOG2_E), Float32(1.0))
-    return factor, m * factor
+    return factor, product(m, factor)
 
 
 def power(s, factor, base):
@@ -281,7 +286,7 @@ def power(s, factor, base):
 def rebased(base, higher):
     """What a sum of powers is multiplied by where the base rises."""
     shift = base - higher
-    return exp2(cutlass.select_(shift > 0.0, Float32(-math.inf), shift))  # positive only between factors, at huge numbers
+    return exp2(cutlass.select_(shift > 0.0, Float32(-math.inf), shift))  # positive only where the factor changes
 
 
 def residue(m):
@@ -672,7 +677,12 @@ class RowKernel:
 
     @cute.jit
     def _release(self, p, slot: Int32):
-        """Tell the producer that this warp has read a slot."""
+        """Tell the producer that this warp has read a slot.
+
+        The copy that fills it again is asynchronous: without the fence it may overtake reads that are under way, whose data
+        then are another row's.
+        """
+        arch.fence_view_async_shared()
         arch.sync_warp()
         if p.lane == 0:
             arch.mbarrier_arrive(p.empty + slot)

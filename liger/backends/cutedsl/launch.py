@@ -52,9 +52,9 @@ def layout_of(cluster: int, pipelines: int, warps: int, vectors: int, teams: int
 # (1.43) at 262144. Other architectures use the same layouts; nothing was run there.
 ROWS: tuple[tuple[float, Layout], ...] = (
     (48 << 10, layout_of(1, 4, 4, 4)),
-    (72 << 10, layout_of(1, 3, 4, 4)),
-    (160 << 10, layout_of(1, 1, 16, 2)),
-    (320 << 10, layout_of(2, 1, 16, 2)),
+    (72 << 10, layout_of(1, 2, 4, 2, teams=2)),
+    (160 << 10, layout_of(1, 1, 8, 4, teams=2)),
+    (320 << 10, layout_of(2, 1, 12, 2, teams=2)),
     (640 << 10, layout_of(4, 1, 16, 2)),
     (math.inf, layout_of(8, 1, 16, 2)),  # beyond 1664 KiB no cluster holds a row
 )
