@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger import explain, liger_fused_linear_cross_entropy
+from liger.backends import linear as loop
+from liger.backends.ahead import project_ahead
 from liger.backends.plan import Plan
 from liger.testing import CASES
 from liger.testing import Case as Shape
@@ -438,12 +440,20 @@ class Checks:
         return _verdict(all(same)), f"loss, dx, dW bit-identical: {same}"
 
     def all_ignored(self) -> tuple[str, str]:
-        """No GEMM, zero gradients."""
-        target = torch.full_like(self.case.target, -100)
-        with torch.autograd.set_multithreading_enabled(False), CountGemms() as gemms:
+        """No GEMM, zero gradients; a kernel that learns on the device that there is no row projects none."""
+        target, ahead = torch.full_like(self.case.target, -100), 0
+
+        def watched(x: Tensor, count: Tensor | None, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+            nonlocal ahead
+            project_ahead(x, count, weight, bias, logits.fill_(torch.nan))
+            ahead += int((~logits.isnan()).any(1).sum())
+
+        patched = mock.patch.object(loop, "project_ahead", watched)
+        with patched, torch.autograd.set_multithreading_enabled(False), CountGemms() as gemms:
             loss, dx, dw = self.ours(target)
         zero = not (loss.any() or dx.any() or dw.any())
-        return _verdict(zero and gemms.count == 0), f"{gemms.count} GEMMs, loss and gradients zero: {zero}"
+        detail = f"{gemms.count} GEMMs, {ahead} rows projected ahead, loss and gradients zero: {zero}"
+        return _verdict(zero and gemms.count == ahead == 0), detail
 
     def nan_in_ignored_rows(self) -> tuple[str, str]:
         """NaN in half of the rows, all ignored, changes no bit."""

@@ -44,7 +44,7 @@ def chosen(kernel: str, row_bytes: int) -> Iterator[Layout]:
 
 def timed(problem: Problem, kernel: str, layout: Layout, time: Callable[[Callable[[], None]], float]) -> float | None:
     """Time of one launch; None, with the reason on stderr, for a layout whose result is wrong."""
-    cutedsl.rows_layout = cutedsl.one_pass_layout = lambda row_bytes: layout
+    cutedsl.rows_layout = cutedsl.one_pass_layout = lambda row_bytes, **_: layout
     problem.grad.fill_(float("nan"))
     ms = time(lambda: problem.run(kernel, cutedsl))
     if not problem.is_right(kernel):

@@ -52,6 +52,7 @@ class Mutant:
 
 TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, PLAN, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/backends/plan.py", "liger/autograd.py"
+AHEAD = "liger/backends/ahead.py"
 CUTE = "liger/backends/cutedsl/kernels.py"
 KERNELS, REGISTRY, CAPABILITY = "liger/backends/triton/kernels.py", "liger/dispatch/registry.py", "liger/dispatch/capability.py"
 INTERPRETED = "triton-cpu and not mutant"
@@ -120,6 +121,8 @@ AROUND_IT = (
     Mutant("take other rows for the first", LINEAR, "index is not None or last == ahead - 1", "True"),
     Mutant("lose what was projected ahead", LINEAR, "slab[: self.ahead] = self.slab[: self.ahead]", "pass"),
     Mutant("project again what is done", LINEAR, "if ahead and not self.begun:", "if ahead:"),
+    Mutant("project most of a chunk ahead", AHEAD, "rows <= plan.chunk_rows // 2 and", "", subjects=("linear",)),
+    Mutant("any head for the kernel", AHEAD, "weight.stride(1) == 1 and aligned", "aligned", subjects=("linear",)),
     Mutant(
         "forget to scatter",
         LINEAR,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from projecting import projected_ahead
 
 import liger

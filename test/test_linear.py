@@ -165,12 +165,12 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
     inputs = flce.inputs(4096, 128256, 2048, dtype=BF16, ignored=0.0)
     inputs.target[labelled:] = -100
     chosen, seen = linear.rows_ahead, []
-    for ahead in (chosen, lambda weight, plan: 0):
+    for choose in (chosen, lambda weight, plan: 0):
         monkeypatch.setattr(
-            linear, "rows_ahead", lambda weight, plan, ahead=ahead: seen.append(ahead(weight, plan)) or seen[-1]
+            linear, "rows_ahead", lambda weight, plan, choose=choose: seen.append(choose(weight, plan)) or seen[-1]
         )
         got = flce.outcome(inputs, frozen=frozen)
-        if ahead is chosen:
+        if choose is chosen:
             first = got
     assert seen == [640, 0]
     for value, expected in zip(_values(first), _values(got), strict=True):

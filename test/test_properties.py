@@ -6,7 +6,6 @@ In float64 where an implementation has it. The interpreter gets a handful of exa
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Fused linear cross entropy: the one chunk loop of every backend. The projections are torch's GEMMs.
+"""Fused linear cross entropy: the one chunk loop of every backend. The products are torch's, but for one in `ahead`.
 
 Logits exist for one chunk of rows at a time, in one slab that its own gradient overwrites. Rows whose target is ignored
 are left out of the projections where that saves work.

@@ -82,7 +82,8 @@ def _launch(variant: Variant, logits: Tensor, inputs: RowInputs, grad: Tensor | 
         layout = rows_layout(row_bytes)
         variant = variant._replace(resident=layout.holds(row_bytes))
     else:
-        layout = one_pass_layout(row_bytes)
+        wide = variant.kernel != "row_grad" and (variant.smoothing or variant.predicted)
+        layout = one_pass_layout(row_bytes, wide=wide)
     core, z = (None, None) if inputs.divisors is None else inputs.divisors
     arguments = (
         logits.data_ptr(),

@@ -563,7 +563,8 @@ class RowKernel:
                         if const_expr(variant.scaled):
                             c, b, d = c * a.logit_scale, b * a.logit_scale, d * a.logit_scale
                         c *= exp2(-(log_sum * LOG2_E + residue(m)))
-                        made_from = _Coefficients(*base_of(m), c, b, d, target_logit)
+                        factor, base = base_of(m)
+                        made_from = _Coefficients(factor, base, c, b, d, target_logit)
                         if const_expr(self.layout.teams == 1):
                             self._gradient(a, p, cap, row, position, local_y, made_from)
                         else:

@@ -62,6 +62,8 @@ ROWS: tuple[tuple[float, Layout], ...] = (
 # gradient from known ones 1.05 to 1.06 of a copy (Triton: 0.89 to 1.03, and 1.06 to 1.08); 1.74 and 1.08 at V = 4096 (2.49 and
 # 1.25), all measured as above.
 ONE_PASS = layout_of(1, 4, 4, 4)
+WIDE_PASS = layout_of(1, 3, 4, 4)
+"""With smoothing or a prediction, which need more registers than a thread has with a fourth pipeline."""
 
 
 def rows_layout(row_bytes: int) -> Layout:
@@ -69,9 +71,9 @@ def rows_layout(row_bytes: int) -> Layout:
     return next(layout for limit, layout in ROWS if row_bytes <= limit)
 
 
-def one_pass_layout(row_bytes: int) -> Layout:
-    """Layout of kernels that read every logit once."""
-    return ONE_PASS
+def one_pass_layout(row_bytes: int, *, wide: bool = False) -> Layout:
+    """Layout of kernels that read every logit once. `wide`: statistics with smoothing or a prediction."""
+    return WIDE_PASS if wide else ONE_PASS
 
 
 class Launcher:
