@@ -905,6 +905,14 @@ SWEEPS = {
         "python -m benchmark.tune_rows --dtype float32 --rows 4096",
         "the same for float32",
     ),
+    "tune_exchange_h200": (
+        "torchrun --nproc-per-node 2 -m benchmark.tune_exchange",
+        "launches and lags of the Triton kernel that exchanges statistics between GPUs, on two H200s, bfloat16",
+    ),
+    "tune_projection_h200": (
+        "python -m benchmark.tune_projection",
+        "the projection whose number of rows the device knows, against torch's product; decides its blocks",
+    ),
     "tune_chunks_h200": (
         "python -m benchmark.tune_chunks",
         "chunk sizes and accumulation dtypes of the fused loss; decides the constants of the plan in `liger/backends/plan.py`",
