@@ -192,7 +192,7 @@ TRITON_KERNELS = (
     ),
     kernel(
         "kernel: leave ignored rows as they were",
-        "        if grad_ptr is not None:\n            _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)\n",
+        "    if grad_row_ptr is not None:\n        _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)\n",
         "",
         "targets",
         "autograd",
@@ -217,8 +217,8 @@ TRITON_KERNELS = (
     kernel("kernel: forget the z-loss", "tl.store(loss_ptr + row, loss + z)", "tl.store(loss_ptr + row, loss)"),
     kernel(
         "kernel: keep lse, not log sum",
-        "tl.store(lse_ptr + lse_stride + row, log_sum)\n    if",
-        "tl.store(lse_ptr + lse_stride + row, lse)\n    if",
+        "tl.store(lse_ptr + lse_stride + row, log_sum)",
+        "tl.store(lse_ptr + lse_stride + row, lse)",
         "autograd",
     ),
     kernel(
