@@ -418,7 +418,9 @@ def _combined(buffer, capacity, tag, row, RANKS: tl.constexpr, WORDS: tl.constex
         complete = complete & ((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)
         m = _number(first)
         larger = tl.maximum(maximum, m)
-        sum_exp = sum_exp * tl.exp2((maximum - larger) * LOG2_E) + _number(second) * tl.exp2((m - larger) * LOG2_E)
+        # Left to itself the compiler would fuse one product here where words are awaited and the other where they are not.
+        scaled = sum_exp * tl.exp2((maximum - larger) * LOG2_E)
+        sum_exp = tl.fma(_number(second), tl.exp2((m - larger) * LOG2_E), scaled)
         maximum = larger
         target_logit = tl.where(target_logit == target_logit, target_logit, _number(third))  # the one that is not NaN
     return maximum, sum_exp, target_logit, complete
