@@ -1,8 +1,10 @@
 """Statistics that kernels exchange among themselves: what a vocabulary on one rank gives, however the ranks are timed."""
 
 import contextlib
+import logging
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -235,6 +237,78 @@ def test_a_rank_that_is_late(ce, world, shared):
     for inputs, ours, theirs in zip(calls, first, second, strict=True):
         assert torch.equal(ours, theirs)
         torch.testing.assert_close(ours, ce.outcome(inputs, reduction="none").output.loss)
+
+
+@contextlib.contextmanager
+def logged():
+    """What the package logs inside."""
+    said, handler, logger = [], logging.Handler(), logging.getLogger("liger")
+    handler.emit = lambda record: said.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def without_more_memory(rank, calls, split):
+    """(Outcomes, rows exchanged, what was logged) where a second buffer cannot be had."""
+
+    def fail(words):
+        raise exchange.Unusable("rank 1: too few bytes")
+
+    peers, outcomes = of(rank, "two"), []
+    with logged() as said:
+        for inputs in calls:
+            outcomes.append(ranks.outcome(rank, "two", inputs, split, {"backend": "triton"}))
+            peers._allocate = fail
+    return outcomes, peers.rows_sent, said
+
+
+def test_memory_that_cannot_grow(ce, world, shared):
+    """From then on statistics go through a collective, which is said once."""
+    interpreted_only(ce)
+    world.run("two", small_buffers)
+    shared("two")
+    calls, split = [inputs_of(ce, rows, class_weight=False) for rows in (3, 5, 2)], Split(BOUNDS["two"])
+    answers = world.run("two", without_more_memory, calls, split)
+    for i, inputs in enumerate(calls):
+        assert_matches(joined([outcomes[i] for outcomes, _, _ in answers], split, inputs.vocab, False), *ce.expected(inputs))
+    for _, sent, said in answers:
+        assert sent == 3
+        assert said == ["vocab_parallel: row statistics go through a collective, because rank 1: too few bytes"]
+
+
+def asked(rank, gpus, hosts):
+    """(What `peer_rows` says, twice, of GPUs with these ids in these hosts, and logs)"""
+    group = rank.groups["two"]
+    exchange.KNOWN.pop(group, None)
+    properties = SimpleNamespace(uuid=gpus[rank.rank])
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(exchange, "_host", lambda: hosts[rank.rank])
+        found = [exchange.peer_rows(group, torch.device("cuda", 0), 5) for _ in range(2)]
+    exchange.KNOWN.pop(group)
+    return found, said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about GPUs that are not there")
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "reason"),
+    [
+        ("abcc", "hhhh", "the ranks do not have a GPU each of one host"),  # two could wait for each other for ever
+        ("abcd", "hhhi", "the ranks do not have a GPU each of one host"),
+        ("abcd", "hhhh", "rank 0: "),
+    ],
+)
+def test_all_ranks_are_told_why_not(world, gpus, hosts, reason):
+    for found, said in world.run("two", asked, gpus, hosts):
+        assert found == [None, None]
+        assert len(said) == 1
+        assert said[0].startswith(f"vocab_parallel: row statistics go through a collective, because {reason}")
 
 
 def second_fails(rank, inputs, split):
