@@ -11,7 +11,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,14 +21,18 @@ from torch import Tensor
 from .vocab_parallel import everyones
 
 logger = logging.getLogger("liger")
+Made = TypeVar("Made")
 
 WORDS = 4
 """64-bit words from one row's statistics to the next's, a sector of 32 bytes: three hold a number and a tag each."""
 ROW_BYTES = 24
 """Of these, what a rank sends each of the others of a row."""
 LEAST_ROWS = 8192
+"""That buffers have room for."""
 MOST_RANKS = 8
+"""That exchange: as many GPUs as reach each other's memory in the usual host."""
 LAST_TAG = 2**31 - 1
+"""Tags are positive int32."""
 
 
 class Turn(NamedTuple):
@@ -133,27 +137,39 @@ def _found(group: dist.ProcessGroup, device: torch.device, rows: int) -> PeerRow
 
 def _symmetric(group: dist.ProcessGroup | None, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
     """As `PeerRows` asks for it, by torch's symmetric memory."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory
-
     if group is None:
         raise RuntimeError("the process group is gone")
-    own, bases, offset, failure = None, [0], 0, None
-    try:
+
+    def allocated() -> Tensor:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         torch.cuda.synchronize(device)  # my kernels have ended, so nobody writes to an earlier buffer of mine any more
-        own = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device)
-        own.zero_()
+        buffer = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device).zero_()
         torch.cuda.synchronize(device)  # nobody knows its address before that
-        handle = _symmetric_memory.rendezvous(own, group)
-        bases = list(handle.buffer_ptrs)
-        offset = own.data_ptr() - bases[dist.get_rank(group)]
+        return buffer
+
+    def mapped() -> list[int]:
+        from torch.distributed import _symmetric_memory
+
+        return list(_symmetric_memory.rendezvous(own, group).buffer_ptrs)
+
+    own = _on_all(group, allocated)  # before a rendezvous, to which all have to come
+    bases = _on_all(group, mapped)
+    starts = everyones((own.data_ptr() - bases[dist.get_rank(group)],), group)
+    return own, torch.tensor([base + start for base, (start,) in zip(bases, starts, strict=True)], device=device)
+
+
+def _on_all(group: dist.ProcessGroup, attempt: Callable[[], Made]) -> Made:
+    """What `attempt` makes, where it fails on no rank; raises `Unusable` on all if on any."""
+    made, failure = [], None
+    try:
+        made.append(attempt())
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it
         failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    told = everyones((offset, failure), group)
-    failures = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(told) if said is not None]
-    if failures or own is None:
+    failures = [f"rank {rank}: {said}" for rank, (said,) in enumerate(everyones((failure,), group)) if said is not None]
+    if failures:
         raise Unusable("; ".join(failures))
-    return own, torch.tensor([base + start for base, (start, _) in zip(bases, told, strict=True)], device=device)
+    return made[0]
 
 
 def _host() -> str:
@@ -164,6 +180,7 @@ def _host() -> str:
 
 
 _LAST: dict[torch.device, torch.cuda.Event] = {}
+"""The end of the last kernel that waits for peers."""
 
 
 @contextlib.contextmanager

@@ -311,6 +311,46 @@ def test_all_ranks_are_told_why_not(world, gpus, hosts, reason):
         assert said[0].startswith(f"vocab_parallel: row statistics go through a collective, because {reason}")
 
 
+def mapped(rank, loser):
+    """(Addresses less those at which this rank sees buffers, what is said, whether it came to a rendezvous)
+
+    Buffers lie 64 bytes, and 128, into what symmetric memory tells the addresses of. The `loser` has no memory for one.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    group, met = rank.groups["two"], []
+    place = torch.distributed.get_rank(group)
+    own = torch.full((40,), 7, dtype=torch.int64)
+    seen = [own.data_ptr() - 64 * (place + 1) if r == place else 4096 * r for r in range(2)]
+
+    def allocated(*_):
+        if place == loser:
+            raise RuntimeError("no\nroom")
+        return own
+
+    def met_at(tensor, group):
+        met.append(tensor)
+        return SimpleNamespace(buffer_ptrs=seen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(_SymmetricMemory, "empty_strided_p2p", allocated)
+        patch.setattr("torch.distributed._symmetric_memory.rendezvous", met_at)
+        try:
+            made, addresses = exchange._symmetric(group, rank.device, 40)
+        except exchange.Unusable as error:
+            return None, str(error), bool(met)
+    assert made is own
+    assert not made.any()
+    return [address - start for address, start in zip(addresses.tolist(), seen, strict=True)], None, bool(met)
+
+
+def test_symmetric_memory(world):
+    """Every rank knows where in the others' memory their buffers are; and nobody waits for one that has none."""
+    assert world.run("two", mapped, None) == [([64, 128], None, True)] * 2
+    assert world.run("two", mapped, 1) == [(None, "rank 1: RuntimeError: no room", False)] * 2
+
+
 def second_fails(rank, inputs, split):
     """After a call that works, the second rank makes no other."""
     made = split.of(rank, "two", inputs.vocab)
