@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from results import Run, ms, runs, table
+from results import Result, Run, ms, runs, table
 
 from liger.backends.plan import Plan, make_plan
+from liger.exchange import MOST_RANKS, ROW_BYTES
 
 N, V, H = 8192, 128256, 4096  # of one group's batch, and of the head of Llama 3.1 8B
 DTYPE = torch.bfloat16
@@ -25,8 +26,8 @@ def plan(ranks: int) -> Plan:
 
 
 def statistics_bytes(ranks: int) -> int:
-    """Sent by a rank: a maximum, a sum and a target logit in fp32 for each row, to every other rank."""
-    return 12 * N * (ranks - 1)
+    """Sent by a rank: a maximum, a sum and a target logit in fp32 for each row, to every other rank; in kernels with tags."""
+    return (ROW_BYTES if ranks <= MOST_RANKS else 12) * N * (ranks - 1)
 
 
 def sum_bytes(ranks: int) -> float:
@@ -68,12 +69,14 @@ def _predicted(run: Run) -> str:
     one = times["linear, one GPU"]
     per_byte = times["sum of dx alone"] / (2 * (ranks_run - 1) / ranks_run * N * H * ITEM)  # ms
     statistics = times["statistics alone"]
+    exchanging = MOST_RANKS if any(r.provider == "linear, split" and _rows(r) for r in run.results) else 1
     lines = []
     for ranks in RANKS:
         own = plan(ranks)
         several = ranks > 1
-        # Not below what was measured between those ranks, which is latency; above it the bytes decide.
-        gather = own.chunks * max(statistics, statistics_bytes(ranks) / own.chunks * per_byte) if several else 0.0
+        # A collective: not below what was measured between those ranks, which is latency; above it the bytes decide.
+        latency = statistics if ranks > exchanging else 0.0
+        gather = own.chunks * max(latency, statistics_bytes(ranks) / own.chunks * per_byte) if several else 0.0
         summed = sum_bytes(ranks) * per_byte
         hidden = min(summed, one / ranks / 3 / own.chunks)  # behind the last chunk's weight product
         total = one / ranks + gather + summed - hidden
@@ -86,7 +89,7 @@ def _predicted(run: Run) -> str:
 
 
 def bytes_measured() -> str:
-    """What the collectives of a step were given, against the formula and the links' counters."""
+    """What a step sends in collectives and kernels, against the formula and the links' counters."""
     found = runs(KERNEL)
     if not found:
         return NOT_YET
@@ -101,13 +104,20 @@ def bytes_measured() -> str:
             (
                 result.provider,
                 _calls(result.config["collectives"]),
+                f"{_rows(result):,}",
                 f"{result.config['predicted'] / 1e6:.3f}",
                 f"{result.y / 1e6:.3f}",
                 "" if links is None else f"{links / 1e6:.3f}",
             )
         )
-    head = ("step", "collectives", "predicted", "given to the collectives", "counted on NVLink")
+    head = ("step", "collectives", "rows exchanged in kernels", "predicted", "sent", "counted on NVLink")
     return f"*MB that a GPU sends in a step. {run.made_on}.*\n\n" + table(head, lines)
+
+
+def _rows(result: Result) -> int:
+    """How many rows' statistics the kernels of a step exchanged."""
+    rows: int = result.config.get("exchanged", 0)  # no run before kernels did has it
+    return rows
 
 
 def _calls(collectives: Iterable[tuple[str, int]]) -> str:

@@ -11,22 +11,28 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .vocab_parallel import everyones
+
 logger = logging.getLogger("liger")
+Made = TypeVar("Made")
 
 WORDS = 4
 """64-bit words from one row's statistics to the next's, a sector of 32 bytes: three hold a number and a tag each."""
 ROW_BYTES = 24
 """Of these, what a rank sends each of the others of a row."""
 LEAST_ROWS = 8192
+"""That buffers have room for."""
 MOST_RANKS = 8
+"""That exchange: as many GPUs as reach each other's memory in the usual host."""
 LAST_TAG = 2**31 - 1
+"""Tags are positive int32."""
 
 
 class Turn(NamedTuple):
@@ -94,64 +100,76 @@ KNOWN: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, PeerRows | None]]
 def peer_rows(group: dist.ProcessGroup, device: torch.device, rows: int) -> PeerRows | None:
     """A group's buffers, with room for `rows` rows; None on every rank if any of them cannot have them.
 
-    The first call of a group, and one with more rows than any before, is a collective operation.
+    The first call of a group, and one with more rows than any before, is a collective operation. Which it is, and why, is
+    logged once.
     """
     known = KNOWN.setdefault(group, {})
-    if device not in known:
-        known[device] = _found(group, device)
-    peers = known[device]
-    if peers is not None:
-        try:
+    try:
+        if device not in known:
+            known[device] = _found(group, device, rows)
+        peers = known[device]
+        if peers is not None:
             peers.reserve(rows)
-        except Unusable as error:
-            logger.info("vocab_parallel: statistics go through collectives, because %s", error)
-            known[device] = peers = None
+    except Unusable as error:
+        logger.info("vocab_parallel: row statistics go through a collective, because %s", error)
+        known[device] = peers = None
     return peers
 
 
-def _found(group: dist.ProcessGroup, device: torch.device) -> PeerRows | None:
+def _found(group: dist.ProcessGroup, device: torch.device, rows: int) -> PeerRows:
+    """Raises `Unusable` on every rank, or on none."""
     ranks = dist.get_world_size(group)
-    if device.type != "cuda" or torch.version.hip is not None or not 2 <= ranks <= MOST_RANKS:
-        return None
-    told = _everyones((_host(), str(torch.cuda.get_device_properties(device).uuid)), group)
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise Unusable("only NVIDIA's GPUs exchange them in a kernel")
+    if not 2 <= ranks <= MOST_RANKS:
+        raise Unusable(f"the group's size is {ranks}, and not from 2 to {MOST_RANKS}")
+    told = everyones((_host(), str(torch.cuda.get_device_properties(device).uuid)), group)
     # Two ranks on one GPU could wait for each other's kernels for ever.
     if len({host for host, _ in told}) > 1 or len({gpu for _, gpu in told}) < ranks:
-        logger.info("vocab_parallel: statistics go through collectives, because the ranks do not have a GPU each of one host")
-        return None
+        raise Unusable("the ranks do not have a GPU each of one host")
     timeout = group._get_backend(device).options._timeout
     of_group = ref(group)  # which `KNOWN` must not keep alive
-    return PeerRows(dist.get_rank(group), ranks, timeout.total_seconds(), lambda words: _symmetric(of_group(), device, words))
+    peers = PeerRows(dist.get_rank(group), ranks, timeout.total_seconds(), lambda words: _symmetric(of_group(), device, words))
+    peers.reserve(rows)
+    logger.info("vocab_parallel: kernels exchange row statistics, over memory that all %d GPUs reach", ranks)
+    return peers
 
 
 def _symmetric(group: dist.ProcessGroup | None, device: torch.device, words: int) -> tuple[Tensor, Tensor]:
     """As `PeerRows` asks for it, by torch's symmetric memory."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed import _symmetric_memory
-
     if group is None:
         raise RuntimeError("the process group is gone")
-    own, bases, offset, failure = None, [0], 0, None
-    try:
+
+    def allocated() -> Tensor:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         torch.cuda.synchronize(device)  # my kernels have ended, so nobody writes to an earlier buffer of mine any more
-        own = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device)
-        own.zero_()
+        buffer = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device).zero_()
         torch.cuda.synchronize(device)  # nobody knows its address before that
-        handle = _symmetric_memory.rendezvous(own, group)
-        bases = list(handle.buffer_ptrs)
-        offset = own.data_ptr() - bases[dist.get_rank(group)]
+        return buffer
+
+    def mapped() -> list[int]:
+        from torch.distributed import _symmetric_memory
+
+        return list(_symmetric_memory.rendezvous(own, group).buffer_ptrs)
+
+    own = _on_all(group, allocated)  # before a rendezvous, to which all have to come
+    bases = _on_all(group, mapped)
+    starts = everyones((own.data_ptr() - bases[dist.get_rank(group)],), group)
+    return own, torch.tensor([base + start for base, (start,) in zip(bases, starts, strict=True)], device=device)
+
+
+def _on_all(group: dist.ProcessGroup, attempt: Callable[[], Made]) -> Made:
+    """What `attempt` makes, where it fails on no rank; raises `Unusable` on all if on any."""
+    made, failure = [], None
+    try:
+        made.append(attempt())
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks hear of it
         failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    told = _everyones((offset, failure), group)
-    failures = [f"rank {rank}: {said}" for rank, (_, said) in enumerate(told) if said is not None]
-    if failures or own is None:
+    failures = [f"rank {rank}: {said}" for rank, (said,) in enumerate(everyones((failure,), group)) if said is not None]
+    if failures:
         raise Unusable("; ".join(failures))
-    return own, torch.tensor([base + start for base, (start, _) in zip(bases, told, strict=True)], device=device)
-
-
-def _everyones(own: tuple[Any, ...], group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-    told: list[Any] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    return told
+    return made[0]
 
 
 def _host() -> str:
@@ -162,6 +180,7 @@ def _host() -> str:
 
 
 _LAST: dict[torch.device, torch.cuda.Event] = {}
+"""The end of the last kernel that waits for peers."""
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class VocabParallel:
         object.__setattr__(self, "group", group)
         require(_are_pairs(self.bounds), "bounds", self.bounds, "a tuple of (start, stop) for each rank")
         own = (self.start, self.stop, self.vocab_size, self.sequence_parallel, self.reduce_input_grad)
-        told = [(*bound, *own[2:]) for bound in self.bounds] or _everyones(own, group)
+        told = [(*bound, *own[2:]) for bound in self.bounds] or everyones(own, group)
         object.__setattr__(self, "bounds", _checked(told, own, group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabParallel:
@@ -222,7 +222,8 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and hasattr(tensor, "full_tensor")
 
 
-def _everyones(own: tuple[Any, ...], group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+def everyones(own: tuple[Any, ...], group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+    """What every rank says, in rank order; a collective operation."""
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, own, group=group)
     return told

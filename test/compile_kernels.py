@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from liger import spec
 from liger.backends import triton as backend
 from liger.backends.triton import kernels
+from liger.exchange import Turn
 from liger.options import CrossEntropyOptions
 
 POINTERS = {
@@ -26,7 +27,8 @@ POINTERS = {
     torch.int64: "*i64",
     torch.int32: "*i32",
 }
-KERNELS = ("rows_kernel", "row_stats_kernel", "row_grad_kernel", "scale_kernel")
+KERNELS = ("rows_kernel", "row_stats_kernel", "row_grad_kernel", "scale_kernel", "exchanged_rows_kernel")
+COMPILER_OPTIONS = ("num_warps", "debug", "sanitize_overflow")
 PLAIN = CrossEntropyOptions()
 EVERYTHING = CrossEntropyOptions(
     label_smoothing=0.1,
@@ -37,6 +39,7 @@ EVERYTHING = CrossEntropyOptions(
     return_predicted_tokens=True,
     use_token_scaling=True,
 )
+EXCHANGED = CrossEntropyOptions(lse_square_scale=1e-4, softcap=30.0, logit_scale=0.5, return_z_loss=True)
 
 
 class Recorder:
@@ -65,12 +68,25 @@ def launches_of(dtype: torch.dtype, vocab: int, options: CrossEntropyOptions, *,
     backend.scale_(logits, torch.ones(()))
 
 
+def exchanged_launches_of(dtype: torch.dtype, vocab: int, options: CrossEntropyOptions, ranks: int, *, strided: bool) -> None:
+    """Call the kernel that exchanges statistics on a rank's part of `vocab` classes, with and without gradient."""
+    logits = torch.zeros(2, vocab * 2, dtype=dtype)[:, ::2] if strided else torch.zeros(2, vocab, dtype=dtype)
+    target, weight = torch.zeros(2, dtype=torch.int64), torch.ones(2) if strided else None
+    divisors = spec.divisors(target, None, options, torch.float32)
+    inputs = spec.RowInputs(target, options, divisors, target_weight=weight, start=vocab, vocab=vocab * ranks)
+    results = spec.RowResults.empty(2, logits, options, keep_lse=True)
+    turn = Turn(torch.zeros(ranks, dtype=torch.int64), rank=1, capacity=8192, tag=2, timeout_s=600.0)
+    for grad in (logits, None):
+        backend.exchanged_rows(logits, inputs, results, grad, turn)
+
+
 def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
     """What Triton's own launcher would compile for these arguments."""
     signature, constexprs, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         value = constants[name] if name in constants else args[i]
-        if name in constants or value is None or (isinstance(value, int) and value == 1 and name != "ignore_index"):
+        varies = name in function.do_not_specialize
+        if name in constants or value is None or (isinstance(value, int) and value == 1 and not varies):
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
@@ -78,7 +94,7 @@ def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -
                 attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not varies:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -97,11 +113,18 @@ def main(backend_name: str, arch: str, warp_size: str) -> None:
     launches_of(torch.float16, 50257, EVERYTHING, strided=True)
     launches_of(torch.float32, 128256, PLAIN, strided=False)
     launches_of(torch.float32, 1, EVERYTHING, strided=True)
+    if backend_name == "cuda":  # elsewhere it is never called
+        exchanged_launches_of(torch.bfloat16, 64128, PLAIN, 2, strided=False)
+        exchanged_launches_of(torch.float32, 16032, EXCHANGED, 8, strided=True)
     for name, args, kwargs in launches:
-        num_warps = kwargs.pop("num_warps")
-        compiled = triton.compile(source_of(functions[name], args, kwargs), target=target, options={"num_warps": num_warps})
+        options = {option: kwargs.pop(option) for option in COMPILER_OPTIONS if option in kwargs}
+        if "CLOCK" in kwargs:
+            kwargs["CLOCK"] = True  # the tensors are on a CPU, which has none
+        compiled = triton.compile(source_of(functions[name], args, kwargs), target=target, options=options)
         binary = compiled.asm["cubin" if backend_name == "cuda" else "hsaco"]
-        print(f"{name} {len(binary)} bytes, {num_warps} warps")
+        if name == "exchanged_rows_kernel" and "atom.global.sys.relaxed.exch.b64" not in compiled.asm["ptx"]:
+            raise SystemExit("no test on a CPU, and few on a GPU, would see that a peer may not see the words")
+        print(f"{name} {len(binary)} bytes, {options['num_warps']} warps")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ TRITON_KERNELS = (
     ),
     kernel(
         "kernel: leave ignored rows as they were",
-        "        if grad_ptr is not None:\n            _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)\n",
+        "    if grad_row_ptr is not None:\n        _write_zeros(grad_row_ptr, grad_stride, vocab, GRAD_STRIDED, BLOCK)\n",
         "",
         "targets",
         "autograd",
@@ -220,8 +220,8 @@ TRITON_KERNELS = (
     kernel("kernel: forget the z-loss", "tl.store(loss_ptr + row, loss + z)", "tl.store(loss_ptr + row, loss)"),
     kernel(
         "kernel: keep lse, not log sum",
-        "tl.store(lse_ptr + lse_stride + row, log_sum)\n    if",
-        "tl.store(lse_ptr + lse_stride + row, lse)\n    if",
+        "tl.store(lse_ptr + lse_stride + row, log_sum)",
+        "tl.store(lse_ptr + lse_stride + row, lse)",
         "autograd",
     ),
     kernel(
@@ -361,6 +361,41 @@ SPLIT_VOCABULARY = tuple(
         ("sum FSDP's gradients", "liger/integrations/fsdp.py", "gradient / ranks)", "gradient)"),
     )
 )
+EXCHANGE = tuple(
+    Mutant(f"exchange: {what}", file, old, new, INTERPRETED, ("exchange",))
+    for what, file, old, new in (
+        ("one half of the buffers for all calls", KERNELS, "(tag & 1) * RANKS", "(tag & 0) * RANKS"),
+        (
+            "take any call's words",
+            KERNELS,
+            "((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)",
+            "(first != 0) & (second != 0) & (third != 0)",
+        ),
+        (
+            "add sums of different maxima",
+            KERNELS,
+            "tl.fma(_number(second), tl.exp2((m - larger) * LOG2_E), scaled)",
+            "_number(second) + sum_exp",
+        ),
+        ("send the target's logit for the sum", KERNELS, "tl.where(place == 1, sum_exp, target_logit)", "target_logit"),
+        (
+            "the target's logit of the last rank",
+            KERNELS,
+            "tl.where(target_logit == target_logit, target_logit, _number(third))",
+            "_number(third)",
+        ),
+        (
+            "number each rank's classes from 0",
+            KERNELS,
+            "y - start, logit_scale, softcap, None,\n",
+            "y, logit_scale, softcap, None,\n",
+        ),
+        ("finish a row without those who are late", KERNELS, "    assert complete,", "    assert True,"),
+        ("a tag twice in one buffer", "liger/exchange.py", " or self.tag == LAST_TAG", ""),
+        ("smooth without the sums for it", SPLIT, "not (options.label_smoothing or ", "not ("),
+        ("wait for a rank without classes", SPLIT, " or self.split.has_empty_part", ""),
+    )
+)
 ENDURANCE = (
     *(
         Mutant(*broken, subjects=("memory",))
@@ -376,7 +411,7 @@ ENDURANCE = (
     ),
     Mutant("smooth all rows in one product", SPEC, "(shifted * w).sum(-1)", "shifted @ w", subjects=("isolation",)),
 )
-MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CUTE_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY + ENDURANCE
+MUTANTS = MATHEMATICS + AROUND_IT + TRITON_KERNELS + CUTE_KERNELS + CHOICES + LOOP + SPLIT_VOCABULARY + EXCHANGE + ENDURANCE
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """Buffers that processes on a CPU share, in place of memory that GPUs reach, so that exchanging kernels run anywhere."""
 
+import contextlib
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from liger import exchange
+from liger.backends import triton as backend
+from liger.backends.triton.launch import Launch
 from liger.exchange import PeerRows
 
 
@@ -36,3 +39,14 @@ def of(rank, name):
 def forget(rank, name):
     """Back to collectives."""
     exchange.KNOWN.pop(rank.groups[name], None)
+
+
+@contextlib.contextmanager
+def launched(block, lag):
+    """Exchanging kernels take so many logits at a time, and finish a row so many programs after it was sent, inside."""
+    rule = backend.exchanged_rows_launch
+    backend.exchanged_rows_launch = lambda *_: (Launch(block, 1), lag)
+    try:
+        yield
+    finally:
+        backend.exchanged_rows_launch = rule

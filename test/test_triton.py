@@ -16,7 +16,7 @@ from liger.options import CrossEntropyOptions
 pytest.importorskip("triton")
 
 from liger.backends import triton as backend
-from liger.backends.triton.launch import row_grad_launch, rows_launch
+from liger.backends.triton.launch import exchanged_rows_launch, row_grad_launch, rows_launch
 
 TARGETS = [("cuda", arch, "32") for arch in ("80", "86", "89", "90", "100", "103", "120")] + [("hip", "gfx942", "64")]
 
@@ -29,14 +29,20 @@ def test_every_kernel_compiles(target: tuple[str, str, str]) -> None:
     script = [sys.executable, "test/compile_kernels.py", *target]
     done = subprocess.run(script, env=environment, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(" bytes") == 25
+    exchanging = 4 if target[0] == "cuda" else 0
+    assert done.stdout.count("exchanged_rows_kernel") == exchanging
+    assert done.stdout.count(" bytes") == 25 + exchanging
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 127, 4096, 32000, 128256, 1000003])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_launches_fit_the_row_and_the_machine(vocab: int, itemsize: int) -> None:
+    launches = [rows_launch(vocab, itemsize, with_grad, False) for with_grad in (False, True)]
     for with_grad in (False, True):
-        launch = rows_launch(vocab, itemsize, with_grad, False)
+        launch, lag = exchanged_rows_launch(vocab, itemsize, with_grad, 132)
+        assert lag >= 0
+        launches.append(launch)
+    for launch in launches:
         assert launch.block & (launch.block - 1) == 0
         assert launch.held % launch.block == 0
         assert launch.block < 2 * vocab

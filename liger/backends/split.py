@@ -26,15 +26,16 @@ class SplitVocabulary:
 
     def __init__(self, kernels: RowKernels, split: VocabParallel) -> None:
         self.kernels, self.split = kernels, split
+        self.exchanging = kernels if isinstance(kernels, ExchangingKernels) else None
 
     def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
         """In one launch that exchanges statistics, or: statistics, the collective, loss, gradient, which read twice."""
-        kernels, peers = self.kernels, self._peers(logits, inputs.options)
-        if peers is not None and isinstance(kernels, ExchangingKernels):
+        peers = self._peers(logits, inputs.options)
+        if peers is not None and self.exchanging is not None:
             classes = self.split.classes
             with peers.turn(logits.shape[0]) as turn:
                 own_grad = None if grad is None else grad[:, :classes]
-                kernels.exchanged_rows(logits[:, :classes], inputs, results, own_grad, turn)
+                self.exchanging.exchanged_rows(logits[:, :classes], inputs, results, own_grad, turn)
             if grad is not None:
                 grad[:, classes:] = 0
             return
@@ -47,7 +48,7 @@ class SplitVocabulary:
     def _peers(self, logits: Tensor, options: CrossEntropyOptions) -> PeerRows | None:
         """Through which the kernels exchange this call's statistics; the same answer on every rank."""
         plain = not (options.label_smoothing or options.wants_prediction or options.use_token_scaling)
-        if not plain or not isinstance(self.kernels, ExchangingKernels) or logits.shape[0] == 0 or self.split.has_empty_part:
+        if self.exchanging is None or not plain or logits.shape[0] == 0 or self.split.has_empty_part:
             return None
         if logits.is_cuda and torch.cuda.is_current_stream_capturing():  # a call's tag would be every replay's
             return None

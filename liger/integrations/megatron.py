@@ -3,8 +3,8 @@
     megatron.core.tensor_parallel.vocab_parallel_cross_entropy = liger.integrations.megatron.vocab_parallel_cross_entropy
 
 As there, equal parts, every column a class, and a loss per token in fp32. Otherwise: the logits are not overwritten, and of
-fp64 ones the loss is fp64; one collective and not three; label smoothing spreads over the whole vocabulary and not over each
-rank's part; targets of -100 give 0, and others outside of the vocabulary NaN, not a finite number.
+fp64 ones the loss is fp64; one collective, or none, and not three; label smoothing spreads over the whole vocabulary and
+not over each rank's part; targets of -100 give 0, and others outside of the vocabulary NaN, not a finite number.
 """
 
 from __future__ import annotations

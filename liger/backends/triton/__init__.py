@@ -59,7 +59,6 @@ def exchanged_rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad:
     n, vocab = logits.shape
     launch, lag = exchanged_rows_launch(vocab, logits.element_size(), grad is not None, processor_count(logits.device))
     lag, lse = min(lag, n), results.lse
-    core_divisor, z_divisor = (None, None) if inputs.divisors is None else inputs.divisors
     with _on_device(logits):
         kernels.exchanged_rows_kernel[(n + lag,)](
             *_matrix(logits),
@@ -67,8 +66,7 @@ def exchanged_rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad:
             inputs.target,
             inputs.target.stride(0),
             inputs.target_weight,
-            core_divisor,
-            z_divisor,
+            *(inputs.divisors or (None, None)),
             results.loss,
             results.z_loss,
             lse,

@@ -268,7 +268,7 @@ def _write_ignored(
 @triton.jit
 def _write_loss(
     row, vocab, in_range, maximum, log_sum, weighted_sum, target_logit, target_weight_ptr, class_weight_sum_ptr,
-    core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, label_smoothing, lse_square_scale,
+    core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, label_smoothing, lse_square_scale, logit_scale,
     SMOOTHING: tl.constexpr, TOKEN_SCALING: tl.constexpr,
 ):  # fmt: skip
     """Loss, z-loss and (m, log sum) of a row from its statistics over `vocab` classes; returns a, b and d of its gradient."""
@@ -295,6 +295,8 @@ def _write_loss(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, maximum)
         tl.store(lse_ptr + lse_stride + row, log_sum)
+    if logit_scale is not None:
+        a, b, d = a * logit_scale, b * logit_scale, d * logit_scale
     return a, b, d
 
 
@@ -352,15 +354,13 @@ def rows_kernel(
     a, b, d = _write_loss(
         row, vocab, in_range, maximum, log_sum, weighted_sum, target_logit, target_weight_ptr, class_weight_sum_ptr,
         core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, label_smoothing, lse_square_scale,
-        SMOOTHING, TOKEN_SCALING,
+        logit_scale, SMOOTHING, TOKEN_SCALING,
     )  # fmt: skip
     if predicted_ptr is not None:
         best = _argmax(row_ptr, logits_stride, vocab, logit_scale, softcap, maximum, STRIDED, BLOCK)
         tl.store(predicted_ptr + row, best.to(tl.int64))
 
     if grad_ptr is not None:
-        if logit_scale is not None:
-            a, b, d = a * logit_scale, b * logit_scale, d * logit_scale
         for i in tl.static_range(HELD // BLOCK):
             offsets = i * BLOCK + lanes
             s = _capped(held[i], logit_scale, softcap)
@@ -418,7 +418,9 @@ def _combined(buffer, capacity, tag, row, RANKS: tl.constexpr, WORDS: tl.constex
         complete = complete & ((first >> 32) == tag) & ((second >> 32) == tag) & ((third >> 32) == tag)
         m = _number(first)
         larger = tl.maximum(maximum, m)
-        sum_exp = sum_exp * tl.exp2((maximum - larger) * LOG2_E) + _number(second) * tl.exp2((m - larger) * LOG2_E)
+        # Left to itself the compiler would fuse one product here where words are awaited and the other where they are not.
+        scaled = sum_exp * tl.exp2((maximum - larger) * LOG2_E)
+        sum_exp = tl.fma(_number(second), tl.exp2((m - larger) * LOG2_E), scaled)
         maximum = larger
         target_logit = tl.where(target_logit == target_logit, target_logit, _number(third))  # the one that is not NaN
     return maximum, sum_exp, target_logit, complete
@@ -499,12 +501,10 @@ def exchanged_rows_kernel(
             log_sum = tl.log(sum_exp)
             a, b, d = _write_loss(
                 row, total, (y >= 0) & (y < total), maximum, log_sum, 0.0, target_logit, target_weight_ptr, None,
-                core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, 0.0, lse_square_scale,
+                core_divisor_ptr, z_divisor_ptr, loss_ptr, z_loss_ptr, lse_ptr, lse_stride, 0.0, lse_square_scale, logit_scale,
                 False, False,
             )  # fmt: skip
             if grad_ptr is not None:
-                if logit_scale is not None:
-                    a, b, d = a * logit_scale, b * logit_scale, d * logit_scale
                 _write_gradient(
                     logits_ptr + row * logits_row_stride, logits_stride, grad_row_ptr, grad_stride, vocab, y - start,
                     maximum, log_sum, a, b, d, logit_scale, softcap, None, 0, False, STRIDED, GRAD_STRIDED, BLOCK,
