@@ -13,10 +13,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger import spec
+from liger.backends import ahead
 from liger.backends import triton as backend
-from liger.backends.triton import kernels
+from liger.backends.triton import kernels, projection
 from liger.exchange import Turn
 from liger.options import CrossEntropyOptions
 
@@ -28,7 +30,7 @@ POINTERS = {
     torch.int32: "*i32",
 }
 KERNELS = ("rows_kernel", "row_stats_kernel", "row_grad_kernel", "scale_kernel", "exchanged_rows_kernel")
-COMPILER_OPTIONS = ("num_warps", "debug", "sanitize_overflow")
+COMPILER_OPTIONS = ("num_warps", "num_stages", "debug", "sanitize_overflow")
 PLAIN = CrossEntropyOptions()
 EVERYTHING = CrossEntropyOptions(
     label_smoothing=0.1,
@@ -80,6 +82,13 @@ def exchanged_launches_of(dtype: torch.dtype, vocab: int, options: CrossEntropyO
         backend.exchanged_rows(logits, inputs, results, grad, turn)
 
 
+def projection_launches_of(dtype: torch.dtype, *, whole: bool) -> None:
+    """Call the projection whose number of rows the device knows, or is that of its rows."""
+    x, weight, logits = (torch.zeros(size, dtype=dtype) for size in ((384, 64), (520, 64), (384, 520)))
+    count, bias = (None, None) if whole else (torch.tensor(7), torch.zeros(520, dtype=dtype))
+    projection.project(x, count, weight, bias, logits)
+
+
 def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
     """What Triton's own launcher would compile for these arguments."""
     signature, constexprs, attributes = {}, {}, {}
@@ -88,6 +97,9 @@ def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -
         varies = name in function.do_not_specialize
         if name in constants or value is None or (isinstance(value, int) and value == 1 and not varies):
             signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{POINTERS[value.base.dtype].removeprefix('*')}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
             if name not in function.do_not_specialize_on_alignment:
@@ -116,6 +128,11 @@ def main(backend_name: str, arch: str, warp_size: str) -> None:
     if backend_name == "cuda":  # elsewhere it is never called
         exchanged_launches_of(torch.bfloat16, 64128, PLAIN, 2, strided=False)
         exchanged_launches_of(torch.float32, 16032, EXCHANGED, 8, strided=True)
+    if arch in [f"{major}{minor}" for major, minor in ahead.ARCHS]:
+        functions["projection_kernel"] = projection.projection_kernel
+        projection.projection_kernel = Recorder("projection_kernel", launches)
+        projection_launches_of(torch.bfloat16, whole=False)
+        projection_launches_of(torch.float16, whole=True)
     for name, args, kwargs in launches:
         options = {option: kwargs.pop(option) for option in COMPILER_OPTIONS if option in kwargs}
         if "CLOCK" in kwargs:

@@ -50,9 +50,11 @@ ROWS_BYTES, ROWS_WARPS = 16 << 10, 16
 # `row_grad`: 1.05 to 1.08 times one read + one write; it varies little with the launch.
 ROW_GRAD_BYTES, ROW_GRAD_WARPS = 8 << 10, 16
 
-# `exchanged_rows` reads a row twice too, a lag of programs apart. Half of what an H200 runs at once leaves a peer's
-# statistics time to come, and the rows between the passes have to stay in L2. Without a second read waiting is all it costs.
-LAG_BYTES, LAGS_WITHOUT_GRAD = 20 << 20, 4
+# `exchanged_rows`: many small programs wait for each other's statistics best. With a gradient a row is finished at once, since
+# the rows between its two reads have to stay in L2; without one, so many rows of each multiprocessor later that nobody waits.
+# Measured on two H200s (torch 2.11, triton 3.6, 2026-11-30, benchmark/data/tune_exchange_h200.csv).
+EXCHANGED_WITH_GRAD, EXCHANGED_WITHOUT_GRAD = Launch(8192, 8), Launch(4096, 8)  # for two bytes a logit
+LAG_WITHOUT_GRAD = 8
 
 
 @lru_cache(maxsize=256)
@@ -68,8 +70,9 @@ def rows_launch(vocab: int, itemsize: int, with_grad: bool, is_hip: bool) -> Lau
 @lru_cache(maxsize=256)
 def exchanged_rows_launch(vocab: int, itemsize: int, with_grad: bool, processors: int) -> tuple[Launch, int]:
     """Launch of `exchanged_rows`, and how many rows after a row has been sent it is finished."""
-    launch = _fit(Launch(ROWS_BYTES // itemsize, ROWS_WARPS), vocab, is_hip=False)
-    return launch, min(processors, LAG_BYTES // (vocab * itemsize)) if with_grad else LAGS_WITHOUT_GRAD * processors
+    launch = EXCHANGED_WITH_GRAD if with_grad else EXCHANGED_WITHOUT_GRAD
+    launch = launch._replace(block=2 * launch.block // itemsize)
+    return _fit(launch, vocab, is_hip=False), 0 if with_grad else LAG_WITHOUT_GRAD * processors
 
 
 @lru_cache(maxsize=256)
