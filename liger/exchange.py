@@ -81,7 +81,7 @@ class PeerRows:
         """Make room for a call of `rows` rows, which are as many on every rank: so all grow, or none."""
         if rows > self.capacity or self.tag == LAST_TAG:  # a new buffer has no words whose tags could come again
             capacity = max(LEAST_ROWS, 1 << (rows - 1).bit_length(), self.capacity)
-            self._buffer, self._addresses = self._allocate(2 * self.ranks * capacity * WORDS)
+            self._own, self._addresses = self._allocate(2 * self.ranks * capacity * WORDS)  # own: to keep it
             self.capacity, self.tag = capacity, 1
 
     @contextlib.contextmanager
