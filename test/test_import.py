@@ -308,9 +308,10 @@ def test_errors_and_outputs_are_what_they_say():
 
 
 def test_no_assert_is_validation():
-    """`python -O` removes asserts; only what helps tests may have them."""
+    """`python -O` removes asserts; only what helps tests may have them, and kernels that Triton compiles from their source."""
+    allowed = (PACKAGE / "testing.py", PACKAGE / "backends" / "triton" / "kernels.py")
     for source in SOURCES:
-        if source.name != "testing.py":
+        if source not in allowed:
             asserts = [node for node in ast.walk(ast.parse(source.read_text("utf-8"))) if isinstance(node, ast.Assert)]
             assert not asserts, (source, asserts[0].lineno)
 
