@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     load = SustainedLoad(torch.device("cuda"))
-    table: list[tuple[Any, ...]] = []
+    table: list[tuple[Any, ...]] = [("hidden", "vocab", "rows", "blocks", "ms", "ratio_to_torch")]
     print(describe(torch.device("cuda")))
     for shape in arguments.shapes:
         for rows in arguments.rows:
@@ -77,11 +77,9 @@ def main() -> None:
             for name, ms in sorted(found.items(), key=lambda item: item[1]):
                 table.append((shape.hidden, shape.vocab, rows, name, round(ms, 4), round(ms / found["torch"], 3)))
                 print("H={} V={} rows={} {:24s} {:.4f} ms {:.3f} x torch".format(*table[-1]), flush=True)
-    if arguments.out:
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("hidden", "vocab", "rows", "blocks", "ms", "ratio_to_torch"))
-            writer.writerows(table)
+            if arguments.out:
+                with arguments.out.open("w", newline="") as file:
+                    csv.writer(file, lineterminator="\n").writerows(table)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,7 @@ def test_rows_ahead_are_few_and_only_where_the_kernel_runs(monkeypatch):
         (torch.empty(63, 32, dtype=BF16), False),
         (torch.empty(64, 31, dtype=BF16), False),
         (torch.empty(32, 64, dtype=BF16).t(), False),
+        (torch.empty(64, 64, dtype=BF16)[:, ::2], False),
         (torch.empty(64, 36, dtype=BF16)[:, :32], False),
         (torch.empty(64, 40, dtype=BF16)[:, :32], True),
         (torch.empty(64, 40, dtype=BF16)[:, 1:33], False),

@@ -426,7 +426,7 @@ def test_a_thread_may_use_the_gpu_for_the_first_time(first, loaded):
 def test_two_reads_give_what_one_read_gives(monkeypatch):
     options = CrossEntropyOptions(**EVERYTHING)
     _, _, once, grad = _ran(128256, torch.bfloat16, options)
-    few_slots = Layout(cluster=2, pipelines=1, warps=16, vectors=2, slots=3)
+    few_slots = launch.rows_layout(128256 * 2)._replace(slots=3)
     assert not few_slots.holds(128256 * 2)
     _, _, twice, other = _ran(128256, torch.bfloat16, options, layout=few_slots, monkeypatch=monkeypatch)
     for part, same in zip((*once, grad), (*twice, other), strict=True):
@@ -478,16 +478,11 @@ def test_scaling_happens_in_fp32_and_rounds_once(dtype, size):
         assert torch.equal(tensor, expected)
 
 
-# On a GPU.
-
-
-@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("vocab", [4096, 32000, 64128, 128256])
 @pytest.mark.parametrize("with_grad", [True, False], ids=["rows", "loss"])
 def test_repeats_change_no_bit(vocab, with_grad):
     """Of many launches: a copy that overtakes a read shows in about one launch of a hundred."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     generator = torch.Generator("cuda").manual_seed(0)
     logits = torch.randn(2112, vocab, generator=generator, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(vocab, (2112,), generator=generator, device="cuda")

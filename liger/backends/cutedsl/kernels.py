@@ -18,6 +18,9 @@ one pass only (statistics, or the gradient from known ones) free a piece as soon
 A block may hold several such pipelines, each with a ring, a producer and consumers of its own, which share its rows: short
 rows leave little to do between two exchanges, and while one pipeline waits the others work.
 
+Where a row stays on chip the consumers may be two teams: one makes statistics and hands over what the gradient is made from,
+the other writes it, while the first reads the next row.
+
 Target logits are taken from the pieces as they pass, so that nothing waits for them; where statistics are known already, the
 thread that writes the target's gradient reads its logit first. A row is not touched in any other way.
 """

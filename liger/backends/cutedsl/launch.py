@@ -49,7 +49,9 @@ def layout_of(cluster: int, pipelines: int, warps: int, vectors: int, teams: int
 # Measured on one H200 (torch 2.11, triton 3.6, nvidia-cutlass-dsl 4.8.1, 2026-11-30; 8192 rows of bf16), as multiples of one
 # read + one write, and for Triton's kernel in the same run: 1.28 (1.21) at V = 4096, 1.09 (1.08) at 32000, 1.06 (1.21) at
 # 128256, 1.07 (1.22) at 151936, 1.08 (1.30) at 262144; after products, which lower the clock, 1.10 (1.39) at 128256 and 1.15
-# (1.43) at 262144. Other architectures use the same layouts; nothing was run there.
+# (1.43) at 262144. That was before slots were fenced, which costs a little, and before there were teams, which save as much:
+# since then 1.09 at V = 64128 and 128256, on 4096 rows, and 1.11 and 1.17 after products. Other architectures use the same
+# layouts; nothing was run there.
 ROWS: tuple[tuple[float, Layout], ...] = (
     (48 << 10, layout_of(1, 4, 4, 4)),
     (72 << 10, layout_of(1, 2, 4, 2, teams=2)),

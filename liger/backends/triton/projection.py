@@ -10,8 +10,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import processor_count
 
-# As fast as cuBLAS for a few hundred rows: 0.99 to 1.05 of its time for 256 to 512 rows at H = 2048 and 4096, V = 128256
-# (one H200, torch 2.11, triton 3.6, 2026-11-30, python -m benchmark.tune_projection).
+# As fast as cuBLAS for a few hundred rows: 0.99 to 1.05 of its time for 256 to 640 rows at H = 2048 and 4096, V = 128256, after
+# other products (one H200, torch 2.11, triton 3.6, 2026-11-30, benchmark/data/tune_projection_h200.csv).
 BLOCK_ROWS, BLOCK_CLASSES, BLOCK_HIDDEN = 128, 256, 64
 WARPS, STAGES = 8, 3
 
