@@ -443,7 +443,7 @@ class Checks:
         """No GEMM, zero gradients; a kernel that learns on the device that there is no row projects none."""
         target, ahead = torch.full_like(self.case.target, -100), 0
 
-        def watched(x: Tensor, count: Tensor | None, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+        def watched(x: Tensor, count: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
             nonlocal ahead
             project_ahead(x, count, weight, bias, logits.fill_(torch.nan))
             ahead += int((~logits.isnan()).any(1).sum())

@@ -39,12 +39,12 @@ def candidates(kernel: str, row_bytes: int) -> Iterator[Layout]:
 
 def chosen(kernel: str, row_bytes: int) -> Iterator[Layout]:
     """The one that the package uses."""
-    yield launch.rows_layout(row_bytes) if kernel == "rows" else launch.one_pass_layout(row_bytes)
+    yield launch.rows_layout(row_bytes) if kernel == "rows" else launch.one_pass_layout()
 
 
 def timed(problem: Problem, kernel: str, layout: Layout, time: Callable[[Callable[[], None]], float]) -> float | None:
     """Time of one launch; None, with the reason on stderr, for a layout whose result is wrong."""
-    cutedsl.rows_layout = cutedsl.one_pass_layout = lambda row_bytes, **_: layout
+    cutedsl.rows_layout = cutedsl.one_pass_layout = lambda *_, **__: layout
     problem.grad.fill_(float("nan"))
     ms = time(lambda: problem.run(kernel, cutedsl))
     if not problem.is_right(kernel):

@@ -104,15 +104,16 @@ def peer_rows(group: dist.ProcessGroup, device: torch.device, rows: int) -> Peer
     logged once.
     """
     known = KNOWN.setdefault(group, {})
-    try:
-        if device not in known:
-            known[device] = _found(group, device, rows)
-        peers = known[device]
-        if peers is not None:
-            peers.reserve(rows)
-    except Unusable as error:
-        logger.info("vocab_parallel: row statistics go through a collective, because %s", error)
-        known[device] = peers = None
+    with torch.cuda.device(device if device.type == "cuda" else -1):  # where NCCL sends what is no tensor
+        try:
+            if device not in known:
+                known[device] = _found(group, device, rows)
+            peers = known[device]
+            if peers is not None:
+                peers.reserve(rows)
+        except Unusable as error:
+            logger.info("vocab_parallel: row statistics go through a collective, because %s", error)
+            known[device] = peers = None
     return peers
 
 
@@ -127,7 +128,7 @@ def _found(group: dist.ProcessGroup, device: torch.device, rows: int) -> PeerRow
     # Two ranks on one GPU could wait for each other's kernels for ever.
     if len({host for host, _ in told}) > 1 or len({gpu for _, gpu in told}) < ranks:
         raise Unusable("the ranks do not have a GPU each of one host")
-    timeout = group._get_backend(device).options._timeout
+    timeout = _on_all(group, lambda: group._get_backend(device).options._timeout)  # a backend may know none
     of_group = ref(group)  # which `KNOWN` must not keep alive
     peers = PeerRows(dist.get_rank(group), ranks, timeout.total_seconds(), lambda words: _symmetric(of_group(), device, words))
     peers.reserve(rows)
@@ -144,6 +145,7 @@ def _symmetric(group: dist.ProcessGroup | None, device: torch.device, words: int
         from torch._C._distributed_c10d import _SymmetricMemory
 
         torch.cuda.synchronize(device)  # my kernels have ended, so nobody writes to an earlier buffer of mine any more
+        torch.cuda.empty_cache()  # this memory is none of torch's allocator
         buffer = _SymmetricMemory.empty_strided_p2p((words,), (1,), torch.int64, device).zero_()
         torch.cuda.synchronize(device)  # nobody knows its address before that
         return buffer

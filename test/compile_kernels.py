@@ -13,12 +13,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger import spec
 from liger.backends import ahead
 from liger.backends import triton as backend
-from liger.backends.triton import kernels, projection
+from liger.backends.triton import kernels
 from liger.exchange import Turn
 from liger.options import CrossEntropyOptions
 
@@ -82,11 +81,10 @@ def exchanged_launches_of(dtype: torch.dtype, vocab: int, options: CrossEntropyO
         backend.exchanged_rows(logits, inputs, results, grad, turn)
 
 
-def projection_launches_of(dtype: torch.dtype, *, whole: bool) -> None:
-    """Call the projection whose number of rows the device knows, or is that of its rows."""
+def projection_launches_of(dtype: torch.dtype, *, biased: bool) -> None:
+    """Call the projection whose number of rows the device knows."""
     x, weight, logits = (torch.zeros(size, dtype=dtype) for size in ((384, 64), (520, 64), (384, 520)))
-    count, bias = (None, None) if whole else (torch.tensor(7), torch.zeros(520, dtype=dtype))
-    projection.project(x, count, weight, bias, logits)
+    backend.projection.project(x, torch.tensor(7), weight, torch.zeros(520, dtype=dtype) if biased else None, logits)
 
 
 def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> ASTSource:
@@ -97,7 +95,7 @@ def source_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -
         varies = name in function.do_not_specialize
         if name in constants or value is None or (isinstance(value, int) and value == 1 and not varies):
             signature[name], constexprs[name] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
+        elif hasattr(value, "block_shape"):  # a tensor descriptor, which not every version of Triton has
             block = ",".join(map(str, value.block_shape))
             signature[name] = f"tensordesc<{POINTERS[value.base.dtype].removeprefix('*')}[{block}]>"
         elif isinstance(value, torch.Tensor):
@@ -129,10 +127,12 @@ def main(backend_name: str, arch: str, warp_size: str) -> None:
         exchanged_launches_of(torch.bfloat16, 64128, PLAIN, 2, strided=False)
         exchanged_launches_of(torch.float32, 16032, EXCHANGED, 8, strided=True)
     if arch in [f"{major}{minor}" for major, minor in ahead.ARCHS]:
+        from liger.backends.triton import projection
+
         functions["projection_kernel"] = projection.projection_kernel
         projection.projection_kernel = Recorder("projection_kernel", launches)
-        projection_launches_of(torch.bfloat16, whole=False)
-        projection_launches_of(torch.float16, whole=True)
+        projection_launches_of(torch.bfloat16, biased=False)
+        projection_launches_of(torch.float16, biased=True)
     for name, args, kwargs in launches:
         options = {option: kwargs.pop(option) for option in COMPILER_OPTIONS if option in kwargs}
         if "CLOCK" in kwargs:

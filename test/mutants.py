@@ -122,7 +122,7 @@ AROUND_IT = (
     Mutant("lose what was projected ahead", LINEAR, "slab[: self.ahead] = self.slab[: self.ahead]", "pass"),
     Mutant("project again what is done", LINEAR, "if ahead and not self.begun:", "if ahead:"),
     Mutant("project most of a chunk ahead", AHEAD, "rows <= plan.chunk_rows // 2 and", "", subjects=("linear",)),
-    Mutant("any head for the kernel", AHEAD, "weight.stride(1) == 1 and aligned", "aligned", subjects=("linear",)),
+    Mutant("any head for the kernel", AHEAD, "stride == 1 and", "", subjects=("linear",)),
     Mutant(
         "forget to scatter",
         LINEAR,
@@ -258,7 +258,11 @@ CUTE_KERNELS = tuple(
         ("take what lies behind a slice", "cutlass.select_(vector < p.vectors, s, Float32(-math.inf))", "s"),
         ("swap the halves of a word", "(words[i] << 16, words[i] & -65536)", "(words[i] & -65536, words[i] << 16)"),
         ("no one-hot", "        if mine:\n            weights", "        if False:\n            weights"),
-        ("look for the target in every block's slice", "Int32(cutlass.select_(here, column, Int64(-1)))", "Int32(column)"),
+        (
+            "look for the target in every block's slice",
+            "Int32(cutlass.select_(here, column, Int64(-1))) - p.start",
+            "Int32(column)",
+        ),
         ("another row's target at known statistics", "place = Int64(row) * a.logits_stride", "place = Int64(0)"),
         ("the greatest index of a tie", "(their_best < best)", "(their_best > best)"),
         ("forget the slope of the soft cap", "[g * (1.0 - ratio * ratio) for", "[g for"),

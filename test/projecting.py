@@ -15,7 +15,7 @@ def project(x, count, weight, bias, logits):
     if x.is_cuda and ahead.fits(weight) and ahead.runs_on(x.device):
         _kernel(x, count, weight, bias, logits)
         return
-    rows = x.shape[0] if count is None else min(x.shape[0], int(count))
+    rows = min(x.shape[0], int(count))
     product = x[:rows].float() @ weight.t().float() if x.dtype != torch.float64 else x[:rows] @ weight.t()
     logits[:rows] = product if bias is None else product + bias
 
@@ -24,6 +24,6 @@ def project(x, count, weight, bias, logits):
 def projected_ahead(rows):
     """The fused loss projects up to so many rows ahead, half a chunk at most, as it does with large heads on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "rows_ahead", lambda weight, plan: min(rows, plan.chunk_rows // 2))
+        patch.setattr(linear, "rows_ahead", lambda weight, plan, kernels: min(rows, plan.chunk_rows // 2))
         patch.setattr(linear, "project_ahead", project)
         yield

@@ -289,6 +289,7 @@ def asked(rank, gpus, hosts):
     properties = SimpleNamespace(uuid=gpus[rank.rank])
     with pytest.MonkeyPatch.context() as patch, logged() as said:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(exchange, "_host", lambda: hosts[rank.rank])
         found = [exchange.peer_rows(group, torch.device("cuda", 0), 5) for _ in range(2)]
     exchange.KNOWN.pop(group)

@@ -4,10 +4,10 @@ import warnings
 
 import pytest
 import torch
+from projecting import projected_ahead
 
 import liger
 from liger import operators
-from liger.backends import linear
 from liger.call import Call, Needs, Recipe
 from liger.options import CrossEntropyOptions
 
@@ -189,15 +189,15 @@ def test_C5_the_fused_loss_waits_only_where_it_may(backend, ahead, reduction, mo
     target = torch.arange(64, device="cuda")
     target[:48] = -100
 
-    monkeypatch.setattr(linear, "rows_ahead", lambda weight, plan: ahead)
     wait, events = torch.cuda.Event.synchronize, []
     monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: events.append(event) or wait(event))
 
     def step():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss = liger.liger_fused_linear_cross_entropy(x, weight, target, reduction=reduction, backend=backend)
-            gradients = torch.autograd.grad(loss.sum(), (x, weight))
+            with projected_ahead(ahead):
+                loss = liger.liger_fused_linear_cross_entropy(x, weight, target, reduction=reduction, backend=backend)
+                gradients = torch.autograd.grad(loss.sum(), (x, weight))
         waits = ["called a synchronizing" in str(warning.message) for warning in caught]
         return (loss, *gradients), sum(waits)
 

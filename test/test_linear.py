@@ -11,6 +11,7 @@ from watch import Operators
 
 from liger import explain
 from liger.backends import ahead, linear
+from liger.backends import torch as torch_rows
 from liger.backends.plan import CPU_SLAB_BYTES, FEW_CHUNKS, GEMM_ROW_TILE, GPU_CHUNK_ROWS, PEAK_SHARE
 from liger.testing import assert_matches
 
@@ -165,14 +166,12 @@ def test_rows_ahead_of_a_large_call(flce, monkeypatch, labelled, frozen):
     inputs = flce.inputs(4096, 128256, 2048, dtype=BF16, ignored=0.0)
     inputs.target[labelled:] = -100
     chosen, seen = linear.rows_ahead, []
-    for choose in (chosen, lambda weight, plan: 0):
-        monkeypatch.setattr(
-            linear, "rows_ahead", lambda weight, plan, choose=choose: seen.append(choose(weight, plan)) or seen[-1]
-        )
+    for choose in (chosen, lambda *_: 0):
+        monkeypatch.setattr(linear, "rows_ahead", lambda *call, choose=choose: seen.append(choose(*call)) or seen[-1])
         got = flce.outcome(inputs, frozen=frozen)
         if choose is chosen:
             first = got
-    assert seen == [640, 0]
+    assert seen == [0 if flce.row.backend == "torch" else 640, 0]
     for value, expected in zip(_values(first), _values(got), strict=True):
         torch.testing.assert_close(value, expected, rtol=2**-7, atol=2**-7 * expected.abs().max().item())
 
@@ -181,9 +180,17 @@ def test_rows_ahead_are_few_and_only_where_the_kernel_runs(monkeypatch):
     """Half a chunk at most, so that small calls and small chunks go without."""
     weight = torch.empty(128256, 4096, device="meta", dtype=BF16)
     monkeypatch.setattr(ahead, "fits", lambda weight: True)
-    for runs, rows, expected in ((True, 4096, 384), (True, 512, 0), (True, 1024, 384), (False, 4096, 0)):
+    beside = SimpleNamespace(ahead_by_triton=True)
+    for runs, rows, kernels, expected in (
+        (True, 4096, beside, 384),
+        (True, 512, beside, 0),
+        (True, 1024, beside, 384),
+        (False, 4096, beside, 0),
+        (True, 4096, torch_rows, 0),
+        (True, 4096, None, 0),
+    ):
         monkeypatch.setattr(ahead, "runs_on", lambda device, runs=runs: runs)
-        assert linear.rows_ahead(weight, SimpleNamespace(chunk_rows=rows)) == expected
+        assert linear.rows_ahead(weight, SimpleNamespace(chunk_rows=rows), kernels) == expected
 
 
 @pytest.mark.parametrize(

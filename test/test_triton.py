@@ -16,6 +16,7 @@ from liger.options import CrossEntropyOptions
 pytest.importorskip("triton")
 
 from liger.backends import triton as backend
+from liger.backends.ahead import project_ahead
 from liger.backends.triton.launch import exchanged_rows_launch, row_grad_launch, rows_launch
 
 TARGETS = [("cuda", arch, "32") for arch in ("80", "86", "89", "90", "100", "103", "120")] + [("hip", "gfx942", "64")]
@@ -122,11 +123,10 @@ assert answer.chosen == "torch" and "was set after triton was imported" in str(a
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("count", [None, 0, 1, 130, 140, 1000])
+@pytest.mark.parametrize("count", [0, 1, 130, 140, 1000])
 def test_a_projection_of_as_many_rows_as_the_device_says(count, bias) -> None:
-    """Whole blocks of rows, and not one if there is none; a head that ends within a block of classes."""
-    from liger.backends.triton.projection import BLOCK_ROWS, project
-
+    """Whole blocks of rows, and none if there is none; a head that ends within a block of classes, rows that begin anywhere."""
+    projection = pytest.importorskip("liger.backends.triton.projection")
     device, generator = _device(), torch.Generator().manual_seed(0)
     n, vocab, hidden = 140, 296, 72
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16  # the interpreter's dot takes bfloat16 for integers
@@ -134,11 +134,11 @@ def test_a_projection_of_as_many_rows_as_the_device_says(count, bias) -> None:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
-    x, weight, added = normal(n, hidden), normal(vocab, hidden), normal(vocab) if bias else None
+    x, weight, added = normal(n, hidden + 1)[:, 1:], normal(vocab, hidden), normal(2 * vocab)[::2] if bias else None
     logits = torch.full((n, vocab), 7.0, device=device, dtype=dtype)
-    project(x, None if count is None else torch.tensor(count, device=device), weight, added, logits)
-    rows = n if count is None else min(n, count)
+    project_ahead(x, torch.tensor(count, device=device), weight, added, logits)
+    rows = min(n, count)
     right = x.double() @ weight.double().t() + (0 if added is None else added.double())
     torch.testing.assert_close(logits[:rows].double(), right[:rows], rtol=2**-8, atol=2**-8)
-    written = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+    written = -(-rows // projection.BLOCK_ROWS) * projection.BLOCK_ROWS
     assert (logits[written:] == 7).all()

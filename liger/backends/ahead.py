@@ -27,16 +27,19 @@ ARCHS = {(9, 0), (10, 0), (10, 3)}
 """Whose shared memory holds the kernel's blocks, and whose copies it needs. On the others the host waits without it."""
 DESCRIPTORS = (3, 4)
 """The first version of Triton that has tensor descriptors."""
-ROW_BYTES = 16
-"""Rows of all its matrices start at multiples of this."""
+ALIGNMENT = 16
+"""Rows of all its matrices start at multiples of so many bytes."""
 
 
-def rows_ahead(weight: Tensor, plan: Plan) -> int:
+def rows_ahead(weight: Tensor, plan: Plan, kernels: object) -> int:
     """How many rows to project before the host knows how many there are; 0 where that would be most of the work.
 
     Args:
         weight: (V, H) of the head, in the GEMM's dtype.
+        kernels: the call's row kernels: those with a true `ahead_by_triton` admit Triton's kernel beside them.
     """
+    if not getattr(kernels, "ahead_by_triton", False):
+        return 0
     classes, hidden = weight.shape
     rows = round_up(math.ceil(AHEAD_FLOP / max(1, 2 * classes * hidden)), GEMM_ROW_TILE)
     return rows if rows <= plan.chunk_rows // 2 and fits(weight) and runs_on(weight.device) else 0
@@ -44,23 +47,30 @@ def rows_ahead(weight: Tensor, plan: Plan) -> int:
 
 def fits(weight: Tensor) -> bool:
     """Whether the kernel takes this head, and contiguous matrices of H and of V columns."""
-    strides = (weight.stride(0), *weight.shape)
-    aligned = all(stride * weight.element_size() % ROW_BYTES == 0 for stride in strides) and weight.data_ptr() % ROW_BYTES == 0
-    return weight.dtype in (torch.float16, torch.bfloat16) and weight.stride(1) == 1 and aligned
+    sizes = all(size * weight.element_size() % ALIGNMENT == 0 for size in weight.shape)
+    return weight.dtype in (torch.float16, torch.bfloat16) and sizes and _aligned(weight)
 
 
-def project_ahead(x: Tensor, count: Tensor | None, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+def _aligned(matrix: Tensor) -> bool:
+    (step, stride), begins = matrix.stride(), (matrix.data_ptr(), matrix.stride(0) * matrix.element_size())
+    return stride == 1 and step >= matrix.shape[1] and all(begin % ALIGNMENT == 0 for begin in begins)
+
+
+def project_ahead(x: Tensor, count: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
     """`triton.projection.project`, where `rows_ahead` is not 0."""
     from .triton.projection import project
 
-    project(x, count, weight, bias, logits)
+    x = x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    project(x, count, weight, None if bias is None else bias.contiguous(), logits)
 
 
 @functools.cache
 def runs_on(device: torch.device) -> bool:
     """Whether the kernel runs there."""
-    version = TRITON.version() if device.type == "cuda" and device_info(device).capability in ARCHS else None
-    return version is not None and release(version) >= DESCRIPTORS and os.environ.get(INTERPRETER) != "1"
+    if device.type != "cuda" or device_info(device).capability not in ARCHS or os.environ.get(INTERPRETER) == "1":
+        return False
+    version = TRITON.version()
+    return version is not None and TRITON.reason() is None and release(version) >= DESCRIPTORS
 
 
 def sent(*numbers: Tensor) -> Callable[[], list[int]]:

@@ -43,7 +43,7 @@ def _forward(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, G
 
 def _run(call: Call, kernels: RowKernels, plan: Plan) -> tuple[RowResults, GradientSums | None, Tensor | None]:
     """Results and gradients of all chunks; when it returns the logits are gone, before the gradients may be cast."""
-    projection = Projection(call, plan)
+    projection = Projection(call, plan, kernels)
     index = projection.begin()
     chunks = projection.chunks(index)
     inputs = call.row_inputs(projection.labelled)
@@ -72,14 +72,19 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
     def write_gradient(logits: Tensor, span: slice) -> None:
         kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
 
-    return gradients_from(call, index, write_gradient)
+    return gradients_from(call, index, write_gradient, kernels)
 
 
-def gradients_from(call: Call, index: Tensor | None, write_gradient: Callable[[Tensor, slice], None]) -> Gradients:
-    """Gradients by projecting again the rows in `index`, None for all; `write_gradient` overwrites their logits."""
+def gradients_from(
+    call: Call, index: Tensor | None, write_gradient: Callable[[Tensor, slice], None], kernels: RowKernels | None = None
+) -> Gradients:
+    """Gradients by projecting again the rows in `index`, None for all; `write_gradient` overwrites their logits.
+
+    `kernels`: those that made the statistics of these logits, which are then projected the same way.
+    """
 
     def run(plan: Plan) -> GradientSums:
-        chunks = Projection(call, plan).chunks(index)
+        chunks = Projection(call, plan, kernels).chunks(index)
         gradients = GradientSums(call, plan, index)
         for chunk in chunks:
             write_gradient(chunk.logits, chunk.span)
@@ -106,14 +111,14 @@ class Chunk(NamedTuple):
 class Projection:
     """The products of a call's rows with its head. All logits lie in one slab: the next chunk's overwrite the last one's."""
 
-    def __init__(self, call: Call, plan: Plan) -> None:
+    def __init__(self, call: Call, plan: Plan, kernels: RowKernels | None = None) -> None:
         x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
         self.call, self.plan = call, plan
         self.input = x if split is None or not split.sequence_parallel else split.gather_tokens(x)
         self.weight = call.head.detach()[:classes].to(plan.gemm_dtype)
         self.bias = None if call.bias is None else call.bias.detach()[:classes].to(plan.gemm_dtype)
         self.slab: Tensor | None = None
-        self.ahead = rows_ahead(self.weight, plan)
+        self.ahead = rows_ahead(self.weight, plan, kernels)
         self.begun = False
         """Whether the slab holds the logits of the first `ahead` rows, or of as many as there are."""
         self.labelled: Tensor | None = None
@@ -128,7 +133,7 @@ class Projection:
         self.labelled = labelled.sum()
         first = torch.nonzero_static(labelled, size=ahead, fill_value=0)[:, 0]
         counted = sent(self.labelled, first[-1])
-        slab = self._slab_of(ahead if self._can_grow() else self.plan.longest(self.call.rows))
+        slab = self._slab_of(ahead if self._can_grow() else min(self.plan.chunk_rows, self.call.rows))
         self._multiply_ahead(self.input[first].to(self.plan.gemm_dtype), slab[:ahead], self.labelled)
         count, last = counted()
         index = _skipping(labelled, count, self.plan)
@@ -171,7 +176,7 @@ class Projection:
             # In two products even if nothing was projected ahead: what a row gives may not depend on whether the host waited.
             ahead = min(self.ahead, size) if span is spans[0] else 0
             if ahead and not self.begun:
-                self._multiply_ahead(rows[:ahead], logits[:ahead], None)
+                self._multiply_ahead(rows[:ahead], logits[:ahead], torch.full((), ahead, device=rows.device))
             if ahead < size:
                 self._multiply(rows[ahead:], logits[ahead:])
             return Chunk(span, rows, self.weight, logits, last=span is spans[-1])
@@ -188,7 +193,7 @@ class Projection:
             self.slab = slab
         return slab
 
-    def _multiply_ahead(self, rows: Tensor, logits: Tensor, count: Tensor | None) -> None:
+    def _multiply_ahead(self, rows: Tensor, logits: Tensor, count: Tensor) -> None:
         project_ahead(rows, count, self.weight, self.bias, logits)
 
     def _multiply(self, rows: Tensor, logits: Tensor) -> None:

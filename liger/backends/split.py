@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import spec
+from ..context import may_wait
 from ..exchange import PeerRows, peer_rows
 from ..options import CrossEntropyOptions
 from ..spec import RowInputs, RowResults, RowStats
@@ -27,6 +28,7 @@ class SplitVocabulary:
     def __init__(self, kernels: RowKernels, split: VocabParallel) -> None:
         self.kernels, self.split = kernels, split
         self.exchanging = kernels if isinstance(kernels, ExchangingKernels) else None
+        self.ahead_by_triton = getattr(kernels, "ahead_by_triton", False)
 
     def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
         """In one launch that exchanges statistics, or: statistics, the collective, loss, gradient, which read twice."""
@@ -50,7 +52,7 @@ class SplitVocabulary:
         plain = not (options.label_smoothing or options.wants_prediction or options.use_token_scaling)
         if self.exchanging is None or not plain or logits.shape[0] == 0 or self.split.has_empty_part:
             return None
-        if logits.is_cuda and torch.cuda.is_current_stream_capturing():  # a call's tag would be every replay's
+        if not may_wait(logits):  # as one does where memory has to be made; and in a graph a call's tag would be every replay's
             return None
         return peer_rows(self.split.group, logits.device, logits.shape[0])
 

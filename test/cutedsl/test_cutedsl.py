@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, Int64
 
 from liger.backends import cutedsl as backend
 from liger.backends.cutedsl import launch
-from liger.backends.cutedsl.kernels import VECTOR_BYTES, WARP, Layout, Variant
+from liger.backends.cutedsl.kernels import HANDED, VECTOR_BYTES, WARP, Layout, Variant
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 SHARED_BYTES, MOST_THREADS, REGISTERS = 227 << 10, 1024, 64 << 10  # of a block, on all of them
@@ -176,20 +176,22 @@ def test_a_grid_has_no_more_clusters_than_run_at_once_or_than_there_are_rows(lau
 ROW_BYTES = sorted({16, 128, 1 << 20, 4 << 20} | {2 * v for v in (4096, 24576, 32000, 50304, 128256, 151936, 262144)})
 
 
-@pytest.mark.parametrize("row_bytes", ROW_BYTES)
-@pytest.mark.parametrize("choose", [launch.rows_layout, launch.one_pass_layout])
-def test_layouts_fit_the_machine(choose, row_bytes):
-    layout: Layout = choose(row_bytes)
+@pytest.mark.parametrize("layout", sorted({*map(launch.rows_layout, ROW_BYTES), launch.ONE_PASS, launch.WIDE_PASS}), ids=str)
+def test_layouts_fit_the_machine(layout):
     entries = layout.pipelines * 2 * layout.cluster * layout.warps * 8 * 4
     barriers = layout.pipelines * (layout.slots * (8 + 8 + 4) + 2 * 8)
-    assert layout.ring_bytes + entries + barriers <= SHARED_BYTES
+    handed = layout.pipelines * layout.slots * (4 * HANDED + 8)
+    assert layout.ring_bytes + entries + barriers + handed <= SHARED_BYTES
     assert layout.threads <= MOST_THREADS
     assert layout.cluster in (1, 2, 4, 8)  # larger ones are not portable
     assert layout.slots >= 2  # one arrives while another is read
     assert layout.piece_vectors * VECTOR_BYTES < 1 << 20  # what a barrier can count
     assert REGISTERS // layout.threads >= 64
-    if choose is launch.one_pass_layout:
-        assert layout.cluster == 1  # row_grad reads a target's logit that only its own block may overwrite
+
+
+def test_one_pass_is_made_by_single_blocks():
+    """The gradient from known statistics reads a target's logit that only its own block may overwrite."""
+    assert launch.one_pass_layout().cluster == launch.one_pass_layout(wide=True).cluster == 1
 
 
 def test_rows_of_published_models_stay_on_chip():

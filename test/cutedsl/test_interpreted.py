@@ -81,7 +81,7 @@ def _interpreted(monkeypatch, kernels):
     monkeypatch.setattr(backend, "_on_device", lambda tensor: contextlib.nullcontext())
     monkeypatch.setattr(backend, "_stream", lambda tensor: 0)
     monkeypatch.setattr(backend, "rows_layout", lambda row_bytes: ONE_BLOCK)
-    monkeypatch.setattr(backend, "one_pass_layout", lambda row_bytes, wide=False: ONE_BLOCK)
+    monkeypatch.setattr(backend, "one_pass_layout", lambda wide: ONE_BLOCK)
 
 
 def _problem(vocab, dtype, options, *, weighted=False, target_dtype=torch.int64):
@@ -157,6 +157,7 @@ def test_more_warps_than_a_warp_has_lanes(monkeypatch):
     per_warp = 32 * 8
     logits = torch.randn(1, 2 * layout.warps * per_warp).bfloat16()
     logits[0, [5, 32 * per_warp]] = 9.0
+    logits[0, per_warp] = 8.0  # and the second's is larger than that of the 34th
     options = CrossEntropyOptions(reduction="sum", label_smoothing=0.1, return_predicted_tokens=True)
     inputs = spec.RowInputs(torch.tensor([7]), options)
     results = spec.RowResults.empty(1, logits, options, keep_lse=True)
@@ -222,7 +223,7 @@ def test_a_last_block_with_less_than_the_others(monkeypatch):
 @pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize(("layout", "in_place"), [("one block", False), ("two pipelines", True), ("two warps", True)])
 def test_gradient_from_known_statistics(monkeypatch, options, layout, in_place):
-    monkeypatch.setattr(backend, "one_pass_layout", lambda row_bytes, wide=False: LAYOUTS[layout])
+    monkeypatch.setattr(backend, "one_pass_layout", lambda wide: LAYOUTS[layout])
     logits, inputs = _problem(600, torch.bfloat16, CrossEntropyOptions(**options), weighted=True)
     double = _double(inputs)
     lse = spec.row_stats(logits.double(), double).lse
@@ -235,7 +236,7 @@ def test_gradient_from_known_statistics(monkeypatch, options, layout, in_place):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_statistics(monkeypatch, weighted):
-    monkeypatch.setattr(backend, "one_pass_layout", lambda row_bytes, wide=False: LAYOUTS["two pipelines"])
+    monkeypatch.setattr(backend, "one_pass_layout", lambda wide: LAYOUTS["two pipelines"])
     logits, inputs = _problem(600, torch.float32, CrossEntropyOptions(**EVERYTHING), weighted=weighted)
     wanted = spec.row_stats(logits.double(), _double(inputs))
     for got, truth in zip(backend.row_stats(logits, inputs), wanted, strict=True):

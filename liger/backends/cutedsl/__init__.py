@@ -14,6 +14,8 @@ from .kernels import Variant
 from .launch import one_pass_layout, rows_layout, rows_on, scale_on
 
 SCALE_BLOCKS_PER_PROCESSOR = 4
+ahead_by_triton = True
+"""See `liger.backends.ahead`."""
 
 
 def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
@@ -82,8 +84,7 @@ def _launch(variant: Variant, logits: Tensor, inputs: RowInputs, grad: Tensor | 
         layout = rows_layout(row_bytes)
         variant = variant._replace(resident=layout.holds(row_bytes))
     else:
-        wide = variant.kernel != "row_grad" and (variant.smoothing or variant.predicted)
-        layout = one_pass_layout(row_bytes, wide=wide)
+        layout = one_pass_layout(wide=variant.wide)
     core, z = (None, None) if inputs.divisors is None else inputs.divisors
     arguments = (
         logits.data_ptr(),

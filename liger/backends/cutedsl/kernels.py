@@ -108,6 +108,11 @@ class Variant(NamedTuple):
     upstream_dtype: str = "float32"
     """Of the upstream gradient, for "row_grad"."""
 
+    @property
+    def wide(self) -> bool:
+        """Whether statistics are more than a maximum, a sum and the target's logit."""
+        return self.kernel != "row_grad" and (self.smoothing or self.predicted)
+
 
 class Arguments(NamedTuple):
     """Of a kernel: addresses (0: absent), strides in elements, and numbers."""
@@ -349,8 +354,7 @@ class RowKernel:
         self.reads = 2 if self.has_stats and self.has_grad and not variant.resident else 1
         # Ignored rows are not read, but for statistics, which know no ignored rows.
         self.reads_all = variant.kernel == "row_stats"
-        self.wide = variant.smoothing or variant.predicted  # whether an exchanged entry has a second half
-        self.entry_words = 8 if self.wide else 4
+        self.entry_words = 8 if variant.wide else 4  # of an exchanged entry
         self.entries = layout.cluster * layout.warps
 
     @cute.jit
@@ -776,7 +780,7 @@ class RowKernel:
                 target_logit = arch.fmax(target_logit, (entry + 2).load())
                 larger = arch.fmax(m, their_m)
                 higher = base_of(larger)[1]
-                if const_expr(self.wide):
+                if const_expr(self.variant.wide):
                     their_weight, their_best = (entry + 4).load(), bits((entry + 5).load())
                     if (their_m > m) | ((their_m == m) & (their_best < best)):
                         best = their_best

@@ -49,9 +49,8 @@ def layout_of(cluster: int, pipelines: int, warps: int, vectors: int, teams: int
 # Measured on one H200 (torch 2.11, triton 3.6, nvidia-cutlass-dsl 4.8.1, 2026-11-30; 8192 rows of bf16), as multiples of one
 # read + one write, and for Triton's kernel in the same run: 1.28 (1.21) at V = 4096, 1.09 (1.08) at 32000, 1.06 (1.21) at
 # 128256, 1.07 (1.22) at 151936, 1.08 (1.30) at 262144; after products, which lower the clock, 1.10 (1.39) at 128256 and 1.15
-# (1.43) at 262144. That was before slots were fenced, which costs a little, and before there were teams, which save as much:
-# since then 1.09 at V = 64128 and 128256, on 4096 rows, and 1.11 and 1.17 after products. Other architectures use the same
-# layouts; nothing was run there.
+# (1.43) at 262144. That was before slots were fenced and before there were teams; it has not been measured again, and teams
+# stand where they won by up to 5 % in a run on 4096 rows. Other architectures use the same layouts; nothing was run there.
 ROWS: tuple[tuple[float, Layout], ...] = (
     (48 << 10, layout_of(1, 4, 4, 4)),
     (72 << 10, layout_of(1, 2, 4, 2, teams=2)),
@@ -65,7 +64,7 @@ ROWS: tuple[tuple[float, Layout], ...] = (
 # 1.25), all measured as above.
 ONE_PASS = layout_of(1, 4, 4, 4)
 WIDE_PASS = layout_of(1, 3, 4, 4)
-"""With smoothing or a prediction, which need more registers than a thread has with a fourth pipeline."""
+"""For smoothing and predictions, which need more registers than a thread has with a fourth pipeline."""
 
 
 def rows_layout(row_bytes: int) -> Layout:
@@ -73,8 +72,8 @@ def rows_layout(row_bytes: int) -> Layout:
     return next(layout for limit, layout in ROWS if row_bytes <= limit)
 
 
-def one_pass_layout(row_bytes: int, *, wide: bool = False) -> Layout:
-    """Layout of kernels that read every logit once. `wide`: statistics with smoothing or a prediction."""
+def one_pass_layout(*, wide: bool = False) -> Layout:
+    """Layout of kernels that read every logit once. `wide`: `Variant.wide`."""
     return WIDE_PASS if wide else ONE_PASS
 
 

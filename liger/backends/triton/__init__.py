@@ -22,6 +22,8 @@ ASSERTING = {"debug": True, "sanitize_overflow": False}
 """Compile the kernel's own assertion, and none of Triton's about every sum."""
 INTERPRETED_ATTEMPTS_PER_SECOND = 200
 """More than the interpreter makes."""
+ahead_by_triton = True
+"""See `liger.backends.ahead`."""
 
 
 def rows(logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:

@@ -25,9 +25,7 @@ def projection_kernel(
 
     The three matrices are tensor descriptors: their copies stop at the matrices' edges.
     """
-    if count_ptr is not None:
-        rows = tl.minimum(rows, tl.load(count_ptr).to(tl.int32))
-    row_blocks = tl.cdiv(rows, BLOCK_ROWS)
+    row_blocks = tl.cdiv(tl.minimum(rows, tl.load(count_ptr).to(tl.int32)), BLOCK_ROWS)
     blocks = row_blocks * tl.cdiv(classes, BLOCK_CLASSES)
     # Neighbouring programs take the same classes, so that the weight is read once.
     for block in tl.range(tl.program_id(0), blocks, PROGRAMS, flatten=True):
@@ -42,12 +40,12 @@ def projection_kernel(
         logits.store([row, first], total.to(logits.dtype))
 
 
-def project(x: Tensor, count: Tensor | None, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
+def project(x: Tensor, count: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> None:
     """Write x @ weight.T + bias into `logits`, for as many rows as `count` says and may be a few more; nothing if it is 0.
 
     Args:
         x: (n, H), half precision, as weight (V, H), bias (V,) and logits (n, V); what `ahead.fits` asks of their rows.
-        count: () int64 on the device; None is n.
+        count: () int64 on the device.
     """
     programs = processor_count(x.device)
     with torch.cuda.device_of(x):
