@@ -126,6 +126,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "batch_rows": results.batch_rows,
     "split_volumes": split.volumes,
     "split_times": split.predicted,
+    "split_measured": split.times_measured,
     "split_bytes": split.bytes_measured,
 }
 

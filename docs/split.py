@@ -83,9 +83,23 @@ def _predicted(run: Run) -> str:
         share = f"{total / one:.3f}"
         lines.append((f"{ranks:,}", ms(one / ranks), ms(gather), ms(summed), ms(hidden), ms(total), share))
     head = ("ranks", "compute", "statistics", "sum of dx", "of it hidden", "step", "of one GPU's time")
-    measured = times["linear, split"]
-    found = f"Measured with {ranks_run} ranks: {ms(measured)} ms, {measured / one:.3f} of one GPU's time.\n"
-    return f"*ms, predicted. Constants: {run.made_on}, {ranks_run} GPUs.*\n\n{table(head, lines)}\n{found}"
+    return f"*ms, predicted. Constants: {run.made_on}, {ranks_run} GPUs.*\n\n{table(head, lines)}"
+
+
+def times_measured() -> str:
+    """A step of both losses over the vocabulary that the ranks of a run share, and of one GPU that has all of it."""
+    found = runs(KERNEL)
+    if not found:
+        return NOT_YET
+    run = found[-1]
+    times = {r.provider: r.y for r in run.results if r.metric == "speed"}
+    lines = []
+    for op, loss in (("linear", "fused linear cross entropy"), ("logits", "cross entropy on given logits")):
+        for suffix, reduction in (("", "mean"), (", none", "none")):
+            one, split = (times[f"{op}, {what}{suffix}"] for what in ("one GPU", "split"))
+            lines.append((loss, reduction, ms(one), ms(split), f"{split / one:.3f}"))
+    head = ("loss, forward + backward", "reduction", "one GPU, ms", f"{int(run.results[0].x)} GPUs, ms", "of one GPU's time")
+    return f"*{run.made_on}.*\n\n{table(head, lines)}"
 
 
 def bytes_measured() -> str:

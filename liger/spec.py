@@ -209,13 +209,13 @@ def divisors(
         items = num_items.to(dtype)
         items = torch.where((items >= 0) & (items < torch.inf), items, torch.nan)
         return Divisors(items, items)
-    valid = target != options.ignore_index
-    count = valid.sum(dtype=dtype) if labelled is None else labelled.to(dtype)
     if class_weight is None:
+        count = (target != options.ignore_index).sum(dtype=dtype) if labelled is None else labelled.to(dtype)
         return Divisors(count, count)
+    valid = target != options.ignore_index
     _, in_range = _safe_index(target, class_weight.shape[0])
     mass = torch.where(valid & in_range, target_weight(target, class_weight), 0)
-    return Divisors(mass.sum(dtype=dtype), count)
+    return Divisors(mass.sum(dtype=dtype), valid.sum(dtype=dtype))
 
 
 def target_weight(target: Tensor, class_weight: Tensor) -> Tensor:
