@@ -68,14 +68,14 @@ MATHEMATICS = (
     Mutant(
         "divide by all rows",
         SPEC,
-        "count = valid.sum(dtype=dtype)",
-        "count = torch.ones_like(valid).sum(dtype=dtype)",
+        "(target != options.ignore_index).sum(dtype=dtype)",
+        "torch.ones_like(target).sum(dtype=dtype)",
     ),
     Mutant(
         "forget class weights in D",
         SPEC,
-        "return Divisors(mass.sum(dtype=dtype), count)",
-        "return Divisors(count, count)",
+        "Divisors(mass.sum(dtype=dtype), ",
+        "Divisors(valid.sum(dtype=dtype), ",
     ),
     Mutant(
         "use lse - s_y",
