@@ -467,8 +467,8 @@ def exchanged_rows_kernel(
 ):  # fmt: skip
     """Loss and, with `grad_ptr`, gradient over `total` classes, of which this rank has `vocab` from `start` on.
 
-    Program r sends the statistics of row r and finishes row r - `lag`: until then others had time to send theirs, so that
-    nobody waits for a round trip, and the row is still in L2 for the second read. GPUs start programs in the order of their
+    Program r sends the statistics of row r and finishes row r - `lag`: the longer the lag, the surer others have sent theirs
+    by then; the shorter, the surer the row is still in L2 for its second read. GPUs start programs in the order of their
     ids, and no program waits for what one with a larger id sends: of those that have not ended on some GPU, the lowest has
     all it needs or will get it from one that runs. An ignored row is not read, but sent like every other, so that no kernel
     ends before its peers' have come as far.
