@@ -173,7 +173,7 @@ def test_more_warps_than_a_warp_has_lanes(monkeypatch):
 def _rows_of_every_size(vocab):
     """Far from 0, masked with the lowest numbers, and astride of the size from which on the factor is not log2 e."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(12, vocab, generator=generator)
+    rows = torch.randn(14, vocab, generator=generator)
     lowest = torch.finfo(torch.float32).min
     rows[0] += 30001.0
     rows[1] -= 30001.0
@@ -184,6 +184,8 @@ def _rows_of_every_size(vocab):
     rows[5, ::2], rows[5, 1::2] = -math.inf, 1.0
     for row, size in enumerate((2.0**30, -(2.0**30), 2.0**29.9, -(2.0**29.9), 1e37, -1e37), 6):
         rows[row] = size * torch.tensor([1.0, 1.02]).repeat(vocab // 2)
+    rows[12, : vocab // 2], rows[12, vocab // 2 :] = -1.05 * 2.0**30, -0.95 * 2.0**30  # no thread sees both
+    rows[13] = -rows[12]
     return rows
 
 
@@ -191,8 +193,8 @@ def _rows_of_every_size(vocab):
 def test_numbers_of_every_size(monkeypatch, layout):
     monkeypatch.setattr(backend, "rows_layout", lambda row_bytes: LAYOUTS[layout])
     logits = _rows_of_every_size(600)
-    inputs = spec.RowInputs(torch.arange(1, 13), CrossEntropyOptions(reduction="sum"))
-    results = spec.RowResults.empty(12, logits, inputs.options, keep_lse=True)
+    inputs = spec.RowInputs(torch.arange(1, 15), CrossEntropyOptions(reduction="sum"))
+    results = spec.RowResults.empty(14, logits, inputs.options, keep_lse=True)
     grad = torch.empty_like(logits)
     backend.rows(logits, inputs, results, grad)
     stats = spec.row_stats(logits.double(), inputs)
