@@ -302,6 +302,17 @@ def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], dev
         assert_within_budget(ours, wanted[0], wanted[1], ours.dtype, magnitude=slack * wanted[2], what=f"gradient of {name}")
 
 
+def joined(kind: str) -> torch.device:
+    """This rank's device of a kind, once the process is one of the default group."""
+    device = torch.device(kind)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, count; rank 0 prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -315,12 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="CSV file to write")
     given = parser.parse_args(arguments)
     began = time.monotonic()
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = joined(given.device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def say(line: str) -> None:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmark.benchmark_vocab_parallel import slowest_rank_ms
+from benchmark.benchmark_vocab_parallel import joined, slowest_rank_ms
 from benchmark.common import SustainedLoad, print_table
 from liger import VocabParallel, spec
 from liger.backends import triton as backend
@@ -115,12 +114,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--out", default=None, help="CSV file to write")
     given = parser.parse_args()
-    device = torch.device(given.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    device = joined(given.device)
     problem, load = Problem(given.rows, given.vocab, getattr(torch, given.dtype), device), SustainedLoad(device)
     load.REPEATS = LOAD_PRODUCTS
     found = []
