@@ -257,16 +257,15 @@ def check_against_oracle(device: torch.device, backend: str | None) -> int:
     checked = 0
     for dtype in (torch.float32, torch.bfloat16):
         for hidden in (None, 64):
-            for _, asked in CHECKS:
-                options = asked | {"backend": backend}
+            for _, options in CHECKS:
                 whole = make_inputs(96, vocab, hidden, dtype=dtype, class_weight=True, bias=hidden is not None)
-                _check_one(whole, split, options, device)
+                _check_one(whole, split, options, backend, device)
                 checked += 1
     return checked
 
 
-def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], device: torch.device) -> None:
-    asked = CrossEntropyOptions(**{name: value for name, value in options.items() if name != "backend"})
+def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], backend: str | None, device: torch.device) -> None:
+    asked, how = CrossEntropyOptions(**options), {"vocab_parallel": split, "backend": backend, **options}
     half = whole.weight is not None and whole.input.dtype == torch.bfloat16 and device.type != "cpu"
     truth, own = reference(whole, asked), yardstick(whole, asked, gemm_dtype=whole.input.dtype if half else None)
 
@@ -281,11 +280,11 @@ def _check_one(whole: Inputs, split: VocabParallel, options: dict[str, Any], dev
     target, weights = whole.target.to(device), part(whole.class_weight)
     if whole.weight is None:
         leaves = [part(whole.input, 1).requires_grad_()]
-        got = liger_cross_entropy(leaves[0], target, weights, vocab_parallel=split, **options)
+        got = liger_cross_entropy(leaves[0], target, weights, **how)
         names = [("input", 1)]
     else:
         leaves = [tensor.requires_grad_() for tensor in (whole.input.to(device), part(whole.weight), part(whole.bias))]
-        got = liger_fused_linear_cross_entropy(*leaves[:2], target, leaves[2], weights, vocab_parallel=split, **options)
+        got = liger_fused_linear_cross_entropy(*leaves[:2], target, leaves[2], weights, **how)
         names = [("input", None), ("weight", 0), ("bias", 0)]
     loss = got if isinstance(got, Tensor) else got.loss
     gradients = torch.autograd.grad(loss.sum(), leaves)

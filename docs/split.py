@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from results import Result, Run, ms, runs, table
@@ -57,13 +57,19 @@ def _volume(ranks: int) -> tuple[str, ...]:
     )
 
 
-def predicted() -> str:
+def of_last_run(write: Callable[[Run], str]) -> Callable[[], str]:
+    """What is written of the last run on several GPUs, if there is one."""
+
+    def written() -> str:
+        found = runs(KERNEL)
+        return write(found[-1]) if found else NOT_YET
+
+    return written
+
+
+@of_last_run
+def predicted(run: Run) -> str:
     """Times by number of ranks, from the constants of one run."""
-    found = runs(KERNEL)
-    return _predicted(found[-1]) if found else NOT_YET
-
-
-def _predicted(run: Run) -> str:
     times = {r.provider: r.y for r in run.results if r.metric == "speed"}
     ranks_run = int(run.results[0].x)
     one = times["linear, one GPU"]
@@ -86,12 +92,9 @@ def _predicted(run: Run) -> str:
     return f"*ms, predicted. Constants: {run.made_on}, {ranks_run} GPUs.*\n\n{table(head, lines)}"
 
 
-def times_measured() -> str:
+@of_last_run
+def times_measured(run: Run) -> str:
     """A step of both losses over the vocabulary that the ranks of a run share, and of one GPU that has all of it."""
-    found = runs(KERNEL)
-    if not found:
-        return NOT_YET
-    run = found[-1]
     times = {r.provider: r.y for r in run.results if r.metric == "speed"}
     lines = []
     for op, loss in (("linear", "fused linear cross entropy"), ("logits", "cross entropy on given logits")):
@@ -102,12 +105,9 @@ def times_measured() -> str:
     return f"*{run.made_on}.*\n\n{table(head, lines)}"
 
 
-def bytes_measured() -> str:
+@of_last_run
+def bytes_measured(run: Run) -> str:
     """What a step sends in collectives and kernels, against the formula and the links' counters."""
-    found = runs(KERNEL)
-    if not found:
-        return NOT_YET
-    run = found[-1]
     counted = {r.provider: r.y for r in run.results if r.metric == "nvlink_sent"}
     lines = []
     for result in run.results:

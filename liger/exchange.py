@@ -104,16 +104,15 @@ def peer_rows(group: dist.ProcessGroup, device: torch.device, rows: int) -> Peer
     logged once.
     """
     known = KNOWN.setdefault(group, {})
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # where NCCL sends what is no tensor
-        try:
-            if device not in known:
-                known[device] = _found(group, device, rows)
-            peers = known[device]
-            if peers is not None:
-                peers.reserve(rows)
-        except Unusable as error:
-            logger.info("vocab_parallel: row statistics go through a collective, because %s", error)
-            known[device] = peers = None
+    try:
+        if device not in known:
+            known[device] = _found(group, device, rows)
+        peers = known[device]
+        if peers is not None:
+            peers.reserve(rows)
+    except Unusable as error:
+        logger.info("vocab_parallel: row statistics go through a collective, because %s", error)
+        known[device] = peers = None
     return peers
 
 
@@ -124,13 +123,19 @@ def _found(group: dist.ProcessGroup, device: torch.device, rows: int) -> PeerRow
         raise Unusable("only NVIDIA's GPUs exchange them in a kernel")
     if not 2 <= ranks <= MOST_RANKS:
         raise Unusable(f"the group's size is {ranks}, and not from 2 to {MOST_RANKS}")
-    told = everyones((_host(), str(torch.cuda.get_device_properties(device).uuid)), group)
-    # Two ranks on one GPU could wait for each other's kernels for ever.
-    if len({host for host, _ in told}) > 1 or len({gpu for _, gpu in told}) < ranks:
-        raise Unusable("the ranks do not have a GPU each of one host")
-    timeout = _on_all(group, lambda: group._get_backend(device).options._timeout)  # a backend may know none
+    with torch.cuda.device(device):  # NCCL sends what is no tensor from the current one
+        told = everyones((_host(), str(torch.cuda.get_device_properties(device).uuid)), group)
+        # Two ranks on one GPU could wait for each other's kernels for ever.
+        if len({host for host, _ in told}) > 1 or len({gpu for _, gpu in told}) < ranks:
+            raise Unusable("the ranks do not have a GPU each of one host")
+        timeout = _on_all(group, lambda: group._get_backend(device).options._timeout)  # a backend may know none
     of_group = ref(group)  # which `KNOWN` must not keep alive
-    peers = PeerRows(dist.get_rank(group), ranks, timeout.total_seconds(), lambda words: _symmetric(of_group(), device, words))
+
+    def allocate(words: int) -> tuple[Tensor, Tensor]:
+        with torch.cuda.device(device):
+            return _symmetric(of_group(), device, words)
+
+    peers = PeerRows(dist.get_rank(group), ranks, timeout.total_seconds(), allocate)
     peers.reserve(rows)
     logger.info("vocab_parallel: kernels exchange row statistics, over memory that all %d GPUs reach", ranks)
     return peers

@@ -32,8 +32,7 @@ class SplitVocabulary:
 
     def rows(self, logits: Tensor, inputs: RowInputs, results: RowResults, grad: Tensor | None) -> None:
         """In one launch that exchanges statistics, or: statistics, the collective, loss, gradient, which read twice."""
-        peers = self._peers(logits, inputs.options)
-        if peers is not None and self.exchanging is not None:
+        if self.exchanging is not None and (peers := self._peers(logits, inputs.options)) is not None:
             classes = self.split.classes
             with peers.turn(logits.shape[0]) as turn:
                 own_grad = None if grad is None else grad[:, :classes]
@@ -48,9 +47,9 @@ class SplitVocabulary:
             self.row_grad(logits, inputs, made.lse, made.lse.new_ones(()).expand(logits.shape[0]), grad)
 
     def _peers(self, logits: Tensor, options: CrossEntropyOptions) -> PeerRows | None:
-        """Through which the kernels exchange this call's statistics; the same answer on every rank."""
+        """Through which kernels that can exchange this call's statistics; the same answer on every rank."""
         plain = not (options.label_smoothing or options.wants_prediction or options.use_token_scaling)
-        if self.exchanging is None or not plain or logits.shape[0] == 0 or self.split.has_empty_part:
+        if not plain or logits.shape[0] == 0 or self.split.has_empty_part:
             return None
         if not may_wait(logits):  # as one does where memory has to be made; and in a graph a call's tag would be every replay's
             return None

@@ -197,7 +197,7 @@ class _Statistics(NamedTuple):
 
     maximum: Any
     base: Any
-    """`base_of` the maximum."""
+    """`base_of` the maximum: carried along, since a thread that makes it again for each piece needs more registers."""
     sum_exp: Any
     """sum exp2(s * factor - base); of a whole row sum exp(s - maximum)."""
     weighted: Any
