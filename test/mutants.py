@@ -270,6 +270,28 @@ CUTE_KERNELS = tuple(
         ("read a long row's start again for its end", "start = position + p.pieces * (self.reads - 1)", "start = position"),
         ("leave ignored rows as they were", "                    self._write_zeros(a, p, row)", "                    pass"),
         ("leave what no whole vector holds unscaled", "        if index < a.size:", "        if index < 0:"),
+        (
+            "free a piece before it is read",
+            "        scores = self._read(a, p, slot, cap)\n        self._release(p, slot)\n",
+            "        self._release(p, slot)\n        scores = self._read(a, p, slot, cap)\n",
+        ),
+        (
+            "refill a slot that is still read",
+            "arch.mbarrier_wait(p.empty + slot, (position // layout.slots + 1) & 1)",
+            "pass",
+        ),
+        (
+            "read a piece that has not come",
+            "        arch.mbarrier_wait(p.full + slot, ((position + piece) // layout.slots) & 1)\n",
+            "",
+        ),
+        ("exchange through one buffer", "buffer = p.entries + (exchanges & 1) *", "buffer = p.entries + 0 *"),
+        ("use statistics that have not come", "        arch.mbarrier_wait(barrier, (exchanges >> 1) & 1)\n", ""),
+        (
+            "write a gradient before it is known",
+            "                arch.mbarrier_wait(p.known + entry, (count // self.layout.slots) & 1)\n",
+            "",
+        ),
     )
 )
 

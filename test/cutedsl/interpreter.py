@@ -1,29 +1,30 @@
 """Runs the source of the CuTe DSL kernels in Python, without a GPU and without the compiler.
 
 The module of the device code is loaded once more with stand-ins for what it imports: scalars are numpy's, shared memory is
-a buffer, every thread of a cluster is a thread of Python, and barriers are conditions that raise when nobody comes. What the
-compiler makes of the source is not tested by this; what the source means is.
+a buffer, every thread of a cluster is a greenlet, and so is every asynchronous copy. Which of them goes on is decided wherever
+one waits or could let another go on; where none can, some barrier waits for what does not come. What the compiler makes of the
+source is not tested by this; what the source means is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import heapq
 import importlib.util
+import random
 import sys
-import threading
 import types
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import torch
+from greenlet import getcurrent, greenlet
 
 import liger.backends
 
 SOURCE = Path(liger.backends.__file__).parent / "cutedsl" / "kernels.py"
 WARP = 32
-PATIENCE_S = 60.0
 SHARED_BYTES = 227 << 10
 
 
@@ -146,58 +147,130 @@ class Vector(list):
         return Vector(value * factor for value in self)
 
 
+class Deadlock(Exception):
+    """Everybody waits."""
+
+
+class Schedule:
+    """Runs greenlets, one at a time, until all have ended: of those that can go on always the most urgent.
+
+    How urgent a warp or a copy is, is drawn: so some run far ahead, and some come when nobody else can go on.
+    """
+
+    def __init__(self, seed):
+        self.drawn, self.runner, self.ready, self.unfinished = random.Random(seed), getcurrent(), [], 0
+
+    def start(self, block, threads, function):
+        """Let a function go on as each of some threads of a block, which are equally urgent."""
+        urgency = self.drawn.random()
+        for thread in threads:
+            started = greenlet(function, self.runner)
+            started.block, started.thread, started.urgency = block, thread, urgency
+            self.release([started])
+        self.unfinished += len(threads)
+
+    def wait(self, waiting):
+        """Called by one of them: go on after somebody has released those in the list `waiting`."""
+        waiting.append(getcurrent())
+        self.runner.switch()
+
+    def pause(self):
+        """Called by one of them: the others may go on first."""
+        self.release([getcurrent()])
+        self.runner.switch()
+
+    def release(self, waiting):
+        """Those who wait in a list can go on."""
+        for released in waiting:
+            heapq.heappush(self.ready, (-released.urgency, self.drawn.random(), released))
+        waiting.clear()
+
+    def run(self):
+        """Raises what one of them raises."""
+        while self.ready:
+            running = heapq.heappop(self.ready)[-1]
+            running.switch()
+            self.unfinished -= running.dead
+        if self.unfinished:
+            raise Deadlock(f"{self.unfinished} threads wait for what does not come")
+
+
+class Meeting:
+    """Whoever comes waits until all have come."""
+
+    def __init__(self, schedule, count):
+        self.schedule, self.count, self.waiting = schedule, count, []
+
+    def wait(self):
+        if len(self.waiting) == self.count - 1:
+            self.schedule.release(self.waiting)
+            self.schedule.pause()
+        else:
+            self.schedule.wait(self.waiting)
+
+
 class Barrier:
     """An mbarrier: a phase ends when all have arrived and all expected bytes have come."""
 
-    def __init__(self, count):
-        self.count = self.pending = count
-        self.bytes, self.phase, self.condition = 0, 0, threading.Condition()
+    def __init__(self, schedule, count):
+        self.schedule, self.count, self.waiting = schedule, count, []
+        self.pending, self.bytes, self.phase = count, 0, 0
 
     def change(self, arrivals=0, expected=0, came=0):
-        with self.condition:
-            self.pending -= arrivals
-            self.bytes += expected - came
-            assert self.pending >= 0, "more arrivals than a phase has"
-            if self.pending == 0 and self.bytes == 0:
-                self.pending, self.phase = self.count, self.phase + 1
-                self.condition.notify_all()
+        self.pending -= arrivals
+        self.bytes += expected - came
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+            self.schedule.release(self.waiting)
+        self.schedule.pause()
 
     def wait(self, parity):
-        with self.condition:
-            if not self.condition.wait_for(lambda: self.phase & 1 != parity, PATIENCE_S):
-                raise TimeoutError("a barrier's phase does not end")
+        while self.phase & 1 == parity:
+            self.schedule.wait(self.waiting)
 
 
 class Block:
     """A thread block."""
 
-    def __init__(self, index, blocks, threads, cluster):
-        self.index, self.blocks, self.cluster = index, blocks, cluster
+    def __init__(self, cluster, index, grid, threads):
+        self.cluster, self.index, self.grid, schedule = cluster, index, grid, cluster.schedule
         self.shared = np.full(SHARED_BYTES, 0xFF, np.uint8)  # NaN: whoever reads before it was written will see
         self.barriers = {}
-        self.together = threading.Barrier(threads)
-        self.warps = [threading.Barrier(WARP) for _ in range(threads // WARP)]
+        self.together = Meeting(schedule, threads)
+        self.warps = [Meeting(schedule, WARP) for _ in range(threads // WARP)]
         self.exchanged = [[None] * WARP for _ in range(threads // WARP)]
 
 
 class Cluster:
     """Blocks whose threads run at the same time."""
 
-    def __init__(self, blocks, threads):
-        self.blocks = blocks
-        self.together = threading.Barrier(len(blocks) * threads)
+    def __init__(self, indices, grid, threads):
+        self.schedule = Schedule(seed=indices.start)
+        self.blocks = [Block(self, index, grid, threads) for index in indices]
+        self.together = Meeting(self.schedule, len(indices) * threads)
 
 
-here = threading.local()
-"""The running thread's block and index in it."""
+def _block():
+    return getcurrent().block
+
+
+def _warp():
+    return _block().warps[getcurrent().thread // WARP]
+
+
+def _later(function):
+    """Asynchronously."""
+    _block().cluster.schedule.start(_block(), [None], function)
 
 
 def _warp_reduction(value, operation):
-    warp, lane = divmod(here.thread, WARP)
-    here.block.exchanged[warp][lane] = value
-    here.block.warps[warp].wait(PATIENCE_S)
-    values = list(here.block.exchanged[warp])
-    here.block.warps[warp].wait(PATIENCE_S)
+    warp, lane = divmod(getcurrent().thread, WARP)
+    exchanged = _block().exchanged[warp]
+    exchanged[lane] = value
+    _warp().wait()
+    values = list(exchanged)
+    _warp().wait()
     return reduce(operation, values)
 
 
@@ -210,11 +283,19 @@ def _barrier(pointer):
     return pointer.block.barriers[pointer.offset]
 
 
+def _mbarrier_init(pointer, count):
+    pointer.block.barriers[pointer.offset] = Barrier(pointer.block.cluster.schedule, count)
+
+
 def _store_async(pointer, values, barrier, peer):
-    block = here.block.cluster.blocks[peer]
-    for i, value in enumerate(values):
-        Pointer(INT32, pointer.offset + 4 * i, block).store(value)
-    block.barriers[barrier.offset].change(came=4 * len(values))
+    block = _block().cluster.blocks[peer]
+
+    def arrive():
+        for i, value in enumerate(values):
+            Pointer(INT32, pointer.offset + 4 * i, block).store(value)
+        block.barriers[barrier.offset].change(came=4 * len(values))
+
+    _later(arrive)
 
 
 def _inline_ptx(code, write_only_types=None, read_only_args=()):
@@ -228,8 +309,12 @@ def _inline_ptx(code, write_only_types=None, read_only_args=()):
     assert code.startswith("cp.async.bulk.shared::cluster.global")
     assert size > 0
     assert source % 16 == destination.offset % 16 == size % 16 == 0, "a copy that is not of whole vectors"
-    destination.bytes(size)[:] = Pointer(INT32, source).bytes(size)
-    _barrier(barrier).change(came=size)
+
+    def arrive():
+        destination.bytes(size)[:] = Pointer(INT32, source).bytes(size)
+        _barrier(barrier).change(came=size)
+
+    _later(arrive)
 
 
 class _Allocator:
@@ -242,7 +327,7 @@ class _Allocator:
         start = -(-self.used // byte_alignment) * byte_alignment
         self.used = start + size * dtype.width // 8
         assert self.used <= SHARED_BYTES, "more shared memory than a block may have"
-        return Pointer(dtype, start, here.block)
+        return Pointer(dtype, start, _block())
 
 
 def _module(name, **content):
@@ -263,21 +348,21 @@ def load_kernels():
     """The module `liger.backends.cutedsl.kernels`, on stand-ins."""
     arch = _module(
         "arch",
-        thread_idx=lambda: (here.thread, 0, 0),
-        warp_idx=lambda: here.thread // WARP,
-        lane_idx=lambda: here.thread % WARP,
-        block_idx=lambda: (here.block.index, 0, 0),
-        grid_dim=lambda: (here.block.blocks, 1, 1),
+        thread_idx=lambda: (getcurrent().thread, 0, 0),
+        warp_idx=lambda: getcurrent().thread // WARP,
+        lane_idx=lambda: getcurrent().thread % WARP,
+        block_idx=lambda: (_block().index, 0, 0),
+        grid_dim=lambda: (_block().grid, 1, 1),
         make_warp_uniform=_same,
         fmax=np.fmax,
         rcp_approx=lambda x: np.float32(1) / x,
         warp_reduction=_warp_reduction,
         warp_redux_sync=lambda value, kind: _warp_reduction(value, {"min": min}[kind]),
-        sync_warp=lambda: here.block.warps[here.thread // WARP].wait(PATIENCE_S),
-        sync_threads=lambda: here.block.together.wait(PATIENCE_S),
+        sync_warp=lambda: _warp().wait(),
+        sync_threads=lambda: _block().together.wait(),
         cluster_arrive=lambda: None,
-        cluster_wait=lambda: here.block.cluster.together.wait(PATIENCE_S),
-        mbarrier_init=lambda pointer, count: pointer.block.barriers.update({pointer.offset: Barrier(count)}),
+        cluster_wait=lambda: _block().cluster.together.wait(),
+        mbarrier_init=_mbarrier_init,
         mbarrier_init_fence=lambda: None,
         mbarrier_wait=lambda pointer, parity: _barrier(pointer).wait(parity),
         mbarrier_arrive=lambda pointer: _barrier(pointer).change(arrivals=1),
@@ -342,29 +427,16 @@ def load_kernels():
 
 def launch(kernel, arguments, *, grid, threads, cluster=1):
     """Run a kernel, a function of its arguments, on a grid of blocks; clusters one after the other."""
+
+    def run():
+        with np.errstate(all="ignore"):
+            kernel(arguments)
+
     for first in range(0, grid, cluster):
-        together = Cluster([], threads)
-        together.blocks = [Block(index, grid, threads, together) for index in range(first, first + cluster)]
-        together.together = threading.Barrier(cluster * threads)
-        failures = []
-
-        def run(block, thread, failures=failures, together=together):
-            here.block, here.thread = block, thread
-            try:
-                with np.errstate(all="ignore"):
-                    kernel(arguments)
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failures.append(error)
-                for barrier in (together.together, block.together, *block.warps):  # nobody waits for this thread any more
-                    with contextlib.suppress(Exception):
-                        barrier.abort()
-
-        workers = [threading.Thread(target=run, args=(b, t)) for b in together.blocks for t in range(threads)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        if failures:
-            raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+        together = Cluster(range(first, first + cluster), grid, threads)
+        for block in together.blocks:
+            for warp in range(threads // WARP):
+                together.schedule.start(block, range(warp * WARP, (warp + 1) * WARP), run)
+        together.schedule.run()
         leftover = [b for block in together.blocks for b in block.barriers.values() if b.bytes or b.pending != b.count]
         assert not leftover, "a barrier was left in the middle of a phase"

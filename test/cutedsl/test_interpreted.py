@@ -15,6 +15,7 @@ from liger.options import CrossEntropyOptions
 from liger.testing import make_inputs
 
 pytest.importorskip("cutlass")
+pytest.importorskip("greenlet")
 
 import interpreter
 
