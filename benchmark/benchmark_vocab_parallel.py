@@ -90,9 +90,7 @@ def predicted_bytes(
 ) -> float:
     """What a rank sends in a step: three statistics a row to every other rank, and the hidden states' gradient once."""
     n, _, hidden = shape
-    plan = make_plan(
-        shape, device.type, dtype, weight_dtype=dtype, chunk_size=None, accum_dtype=None, recompute=False, ranks=ranks
-    )
+    plan = make_plan(shape, device.type, dtype, chunk_size=None, accum_dtype=None, recompute=False, ranks=ranks)
     sums = 0 if name.startswith("logits") or "not reduced" in name else n * hidden * plan.sum_dtype.itemsize
     gathers = n * hidden * dtype.itemsize if "sequence parallel" in name else 0
     if "sequence parallel" in name:  # an all-gather and a reduce-scatter, each half of an all-reduce

@@ -451,9 +451,7 @@ def _noise(found: Table) -> str | None:
 def _plan_rows(n: int, vocab: int, hidden: int, chunk_size: int | None = None) -> int:
     """Rows of the longest chunk of the plan in bfloat16."""
     dtype = torch.bfloat16
-    plan = make_plan(
-        (n, vocab, hidden), "cuda", dtype, weight_dtype=dtype, chunk_size=chunk_size, accum_dtype=dtype, recompute=False
-    )
+    plan = make_plan((n, vocab, hidden), "cuda", dtype, chunk_size=chunk_size, accum_dtype=dtype, recompute=False)
     return plan.longest(n)
 
 

@@ -33,10 +33,10 @@ class Needs(NamedTuple):
 def gradient_waits(options: CrossEntropyOptions, logits_dtype: torch.dtype) -> bool:
     """Whether gradients have to be made in backward.
 
-    "none" has an upstream gradient per row; in fp16, 1/D or a small scale would underflow in a gradient without its loss scale.
+    "none" has an upstream gradient per row; in fp16, probabilities, 1/D or small weights would underflow in a gradient without
+    its loss scale.
     """
-    shrinks = options.reduction == "mean" or options.logit_scale < 1
-    return options.reduction == "none" or (logits_dtype == torch.float16 and shrinks)
+    return options.reduction == "none" or logits_dtype == torch.float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,7 @@ class Recipe:
         words = [f"{name}={value}" for name, value in options.nondefault() if name not in NUMBERS]
         needs = "".join([str(int(need)) for need in self.needs])
         rest = [needs, str(self.logits_dtype), str(self.loss_dtype), str(self.gradient_in_backward), self.backend or ""]
-        numbers = (
-            options.ignore_index,
-            options.label_smoothing,
-            options.lse_square_scale,
-            options.softcap,
-            options.logit_scale,
-            options.chunk_size,
-        )
+        numbers: Any = tuple([getattr(options, name) for name in NUMBERS])
         return ";".join(rest + words), numbers
 
     @staticmethod

@@ -43,6 +43,10 @@ def check_tensors(
         if name == "target":
             if tensor.dtype not in (torch.int64, torch.int32):
                 raise ValueError(f"target must be int64 or int32, got {dtype_name(tensor.dtype)}")
+            if tensor.dtype == torch.int32 and not -(2**31) <= options.ignore_index < 2**31:
+                raise ValueError(
+                    f"ignore_index must fit into the target's int32, got {options.ignore_index}: use an int64 target"
+                )
         elif tensor.dtype not in FLOATING_DTYPES:
             raise ValueError(f"{name} must be {', '.join(map(dtype_name, FLOATING_DTYPES))}, got {dtype_name(tensor.dtype)}")
     split = options.vocab_parallel
@@ -196,7 +200,7 @@ def _check_head_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> No
 
 def _check_in_place(input: Tensor) -> None:
     try:
-        rows = input.view(-1, input.shape[-1])
+        rows = input.view(input.shape[:-1].numel(), input.shape[-1])
     except RuntimeError as error:
         raise ValueError(
             f"in_place=True needs an input that flattens to (N, V) without a copy, got shape {tuple(input.shape)} "

@@ -1,4 +1,4 @@
-"""What surrounds a call: autocast, the thread's device context, and whether the host may wait for the device."""
+"""What surrounds a call: autocast, tracing, the thread's device context, and whether the host may wait for the device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 AUTOCAST_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "ipu", "xla"})
 """Asking about any other device type is an error in torch."""
@@ -17,13 +18,29 @@ SYNC_IS_AN_ERROR = 2
 """What `torch.cuda.get_sync_debug_mode` says after `set_sync_debug_mode("error")`."""
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether it has a shape and no values: a graph is being traced, or only sizes are wanted of what is run."""
+    return torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+
+
+def holding(tensor: Tensor) -> Tensor:
+    """A tensor of the same values in memory of its own, which is where kernels read: the given one, if its memory has them.
+
+    That of a collective that has not been waited for has not, and that of a lazily negated tensor has their negatives.
+    """
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:
+        tensor = tensor.clone() if tensor.requires_grad else wait()  # waiting itself is not differentiable
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
 def may_wait(tensor: Tensor) -> bool:
     """Whether the host may wait for the tensor's device.
 
     It may not while a graph is being traced, or captured on that device, nor where `torch.cuda.set_sync_debug_mode("error")`
     says that waiting is a mistake.
     """
-    if torch.compiler.is_compiling():
+    if is_traced(tensor):
         return False
     if not tensor.is_cuda:
         return True
@@ -50,7 +67,7 @@ def make_context_current(device: int) -> None:
 
 def on_host(tensor: Tensor) -> bool:
     """Whether reading its value waits for nothing."""
-    return tensor.is_cpu and not torch.compiler.is_compiling()
+    return tensor.is_cpu and not is_traced(tensor)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -247,7 +247,6 @@ def explain(
         (shape[0], shape[1], shape[2]),
         info.type,
         dtype,
-        weight_dtype=dtype,
         chunk_size=checked.chunk_size,
         accum_dtype=checked.accum_dtype,
         recompute=gradient_waits(checked, dtype),

@@ -12,7 +12,7 @@ from . import dispatch, spec
 from .autograd import LossFunction
 from .call import Call, Needs, Recipe, gradient_waits
 from .checks import check_num_items, check_target_values, check_tensors
-from .context import autocast_dtype, on_host
+from .context import autocast_dtype, holding, is_traced, on_host
 from .dispatch import Op
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
@@ -46,7 +46,10 @@ def run(
         name = "weight" if op == "cross_entropy" else "ce_weight"
         class_weight = None if class_weight is None else split.local(name, class_weight, 0)
     check_tensors(op, input, target, options, weight, bias, class_weight)
-    tracing = torch.compiler.is_compiling()
+    tracing = is_traced(input)
+    if not tracing:
+        input, target = holding(input), holding(target)
+        weight, bias, class_weight = (None if t is None else holding(t) for t in (weight, bias, class_weight))
     check_num_items(num_items, options)
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.flatten(0, -2) if input.ndim > 2 else input[None]

@@ -1,6 +1,7 @@
 """What no call may do: take input it cannot serve, answer outside its range, or lose a reason on the way."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,16 @@ def test_a_fused_loss_without_a_head_is_not_a_loss_of_its_input(head):
 def test_input_that_is_no_matrix_of_logits(bad, message):
     with pytest.raises(ValueError, match=message):
         liger.liger_cross_entropy(bad, TARGET if getattr(bad, "device", None) != torch.device("meta") else TARGET.to("meta"))
+
+
+@pytest.mark.parametrize("ignored", [2**31, -(2**31) - 1, 2**32])
+def test_int32_targets_are_not_compared_modulo_their_range(loss, ignored):
+    """As torch does: 2^32 would ignore class 0."""
+    loss.needs()
+    inputs = loss.inputs(4, 7, ignored=0.0)
+    with pytest.raises(ValueError, match=f"ignore_index must fit into the target's int32, got {ignored}: use an int64 target"):
+        loss(replace(inputs, target=inputs.target.int()), ignore_index=ignored)
+    loss(inputs, ignore_index=ignored)
 
 
 @pytest.mark.parametrize("backend", [[], ["torch"], {}, 3])

@@ -544,7 +544,8 @@ def test_explain_with_nothing_to_do():
 @pytest.fixture
 def broken(tmp_path, monkeypatch):
     """A backend whose module raises, not an ImportError, when it is imported; preferred to all others."""
-    (tmp_path / "broken_backend_kernels.py").write_text("None.no_such_attribute\n", "utf-8")
+    counted = 'with open(f"{__file__}.tries", "a") as tries:\n    tries.write("x")\n'
+    (tmp_path / "broken_backend_kernels.py").write_text(f"{counted}None.no_such_attribute\n", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     liger.register(make_row(backend="broken", module="broken_backend_kernels"), first=True)
     return "broken_backend_kernels failed to import: AttributeError: 'NoneType' object has no attribute 'no_such_attribute'"
@@ -556,6 +557,14 @@ def test_E3_broken_import_is_a_reason_and_auto_moves_on(broken):
     assert dict(answer.rows)["broken"] == (broken,)
     logits, target = torch.randn(2, 3), torch.tensor([0, 1])
     torch.testing.assert_close(liger.liger_cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
+def test_a_broken_import_is_not_tried_for_every_shape(broken, tmp_path):
+    for rows in (2, 3, 4):
+        assert dict(liger.explain(CE, device=torch.device("cpu"), dtype=torch.float32, shape=(rows, 8)).rows)["broken"] == (
+            broken,
+        )
+    assert (tmp_path / "broken_backend_kernels.py.tries").read_text("utf-8") == "x"
 
 
 def test_E3_broken_import_of_a_named_backend_raises_with_the_reason(broken):

@@ -1,14 +1,16 @@
 """Traced and captured graphs: torch.compile, torch.export, the opaque operators, CUDA graphs, no waiting for the device."""
 
 import warnings
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from projecting import projected_ahead
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import liger
 from liger import operators
-from liger.call import Call, Needs, Recipe
+from liger.call import NUMBERS, Call, Needs, Recipe
 from liger.options import CrossEntropyOptions
 
 EXTRAS = {
@@ -104,6 +106,30 @@ def test_recipes_survive_their_text():
     recipe = Recipe(options, Needs(True, False, True), torch.bfloat16, torch.float32, True, None)
     text, numbers = recipe.encode()
     assert Recipe.decode(text, *numbers) == recipe
+
+
+def test_operators_take_the_numbers_in_their_order():
+    """They are told by their places alone."""
+    for operator in (operators.loss, operators.loss_gradients):
+        names = [argument.name for argument in operator._opoverload._schema.arguments]
+        assert tuple(names[-len(NUMBERS) :]) == NUMBERS
+
+
+@pytest.mark.parametrize("options", [{}, EXTRAS], ids=["plain", "extras"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sizes_without_values(loss, reduction, options):
+    """As those who estimate memory run a model: shapes and dtypes are those of a call with values."""
+    loss.needs()
+    inputs = loss.inputs(12, 67)
+    module = module_of(loss, reduction=reduction, **options)
+    real = outcome(module, inputs)
+    with FakeTensorMode() as mode:
+        given = {of.name: getattr(inputs, of.name) for of in fields(inputs)}
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items() if tensor is not None}
+        sized = outcome(module, replace(inputs, **fakes))
+    for made, fake in zip(real, sized, strict=True):
+        assert isinstance(fake, FakeTensor)
+        assert (made.shape, made.dtype, made.device) == (fake.shape, fake.dtype, fake.device)
 
 
 def test_a_bad_call_is_refused_under_compile_too(loss):

@@ -122,10 +122,13 @@ def said(error):
 
 @pytest.mark.parametrize(("chunk_size", "rows"), [(None, 4), (16, 16)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_what_does_not_fit_is_said_in_bytes(flce, small_steps, chunk_size, rows, reduction):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_does_not_fit_is_said_in_bytes(flce, small_steps, chunk_size, rows, reduction, autocast):
     """A caller's chunk_size is kept."""
+    if autocast and flce.device != "cpu":
+        pytest.skip("a CPU's products are in fp32 under autocast too")
     inputs = fp32_inputs(flce, ignored=0.0)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
+    with pytest.raises(torch.OutOfMemoryError) as raised, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         outcome_within((rows - 1) * ROW_BYTES, flce, inputs, reduction=reduction, chunk_size=chunk_size)
     gradients = [ROWS * H * 4, V * H * 4] if reduction == "mean" else []  # those of "none" are made in backward
     assert said(raised.value) == (rows, [rows * ROW_BYTES, *gradients])

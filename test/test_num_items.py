@@ -94,16 +94,23 @@ def test_N19_fp16_gradients_survive_many_items(loss):
     assert torch.equal(got, torch.full_like(got, scaler / items / vocab))
 
 
-def test_N19_fp16_gradients_survive_a_small_scale(loss):
-    """What `logit_scale` makes of p in a stored fp16 gradient of a sum must not be 0 either."""
+@pytest.mark.parametrize("weighted", [False, True])
+def test_N19_fp16_gradients_survive_a_small_scale(loss, weighted):
+    """What `logit_scale` or a class weight makes of p in a stored fp16 gradient of a sum must not be 0 either."""
     loss.needs(torch.float16)
     rows, vocab, scale, scaler = 4, 64, 2.0**-20, 32768.0
     inputs = loss.inputs(rows, vocab, 1, dtype=torch.float16, ignored=0.0)
     inputs.target.zero_()
+    options = {} if weighted else {"logit_scale": scale}
+    if weighted:
+        inputs = replace(inputs, class_weight=torch.full((vocab,), scale, device=loss.device))
+        inputs.input.zero_()
     if loss.fused:
         inputs.input.fill_(1)
+        if weighted:
+            inputs.weight.zero_()
     leaves = inputs.leaves()
-    (loss(leaves, reduction="sum", logit_scale=scale).float() * scaler).backward()
+    (loss(leaves, reduction="sum", **options).float() * scaler).backward()
     got = leaves.weight.grad[1:] / rows if loss.fused else leaves.input.grad[:, 1:]
     torch.testing.assert_close(got, torch.full_like(got, scaler * scale / vocab), rtol=2**-9, atol=0)
 

@@ -257,9 +257,9 @@ def test_N19_fp16_gradients_survive_the_mean(flce):
     assert torch.equal(leaves.weight.grad[1:], torch.full_like(leaves.weight.grad[1:], 65536 / vocab))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_N19_fp16_small_probabilities(loss, reduction):
-    """p = 1.1e-7 divided by 8 rows is below fp16's smallest number, 6e-8; times the loss scaler it is not."""
+    """p = 1.1e-7 is hardly above fp16's smallest number, 6e-8, and p over 8 rows is below; times the loss scaler it is not."""
     loss.needs(F16)
     rows, vocab, scaler = 8, 64, 32768.0  # an fp16 loss, like torch's, has an fp16 upstream gradient: 65536 is inf
     logits = torch.zeros(rows, vocab, dtype=F16)
@@ -275,7 +275,7 @@ def test_N19_fp16_small_probabilities(loss, reduction):
     leaves = inputs.leaves()
     value = loss(leaves, reduction=reduction)
     (value.float() * upstream).sum().backward()
-    p = 1 / (vocab - 1 + math.exp(16))
+    p = (rows if reduction == "sum" else 1) / (vocab - 1 + math.exp(16))
     for gradient, count in ((leaves.weight, 1), (leaves.input, rows)):
         if gradient is not None and (loss.fused == (gradient is leaves.weight)):
             small = gradient.grad.reshape(-1, vocab)[:, 1:].double() / scaler * count

@@ -95,6 +95,18 @@ def test_S4_strided_tensors(loss, layout, reduction):
     check_strided(loss, layout(loss.inputs(3, 37, ignored=0.34)), reduction=reduction)
 
 
+def test_S4_an_input_whose_memory_holds_its_negatives(loss):
+    loss.needs()
+    inputs = loss.inputs(3, 37)
+    negated = torch.complex(torch.zeros_like(inputs.input), -inputs.input).conj().imag.requires_grad_()
+    assert negated.is_neg()
+    value = loss(replace(inputs, input=negated))
+    value.backward()
+    wanted = loss.outcome(inputs)
+    assert torch.equal(value, wanted.output.loss)
+    assert torch.equal(negated.grad, wanted.input)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_S4_strided_head(flce, reduction):
     inputs = flce.inputs(4, 37, bias=True, class_weight=True)

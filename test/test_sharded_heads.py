@@ -67,6 +67,40 @@ def test_tensor_parallel_head(world, options):
             torch.testing.assert_close(ours, leaf.grad, **CLOSE)
 
 
+def not_waited_for(rank, backend, fused):
+    """(loss, gradients) of what collectives give at once, and of the same with values."""
+    from torch.distributed import _functional_collectives as lazily
+
+    group, inputs = rank.groups["two"], make_inputs(4, V, H if fused else None)
+
+    def gathered(tensor):
+        if not tensor.is_floating_point():
+            return lazily.all_gather_tensor(tensor, 0, group)
+        return lazily.all_gather_tensor_autograd(tensor.detach().requires_grad_(), 0, group)
+
+    def computed(gathered):
+        x, target = gathered(inputs.input), gathered(inputs.target)
+        if not fused:
+            loss = liger_cross_entropy(x, target, backend=backend)
+            return [loss.detach(), *torch.autograd.grad(loss, [x])]
+        weight = gathered(inputs.weight)
+        loss = liger_fused_linear_cross_entropy(x, weight, target, backend=backend)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, weight])]
+
+    assert isinstance(gathered(inputs.target), lazily.AsyncCollectiveTensor)
+    assert isinstance(gathered(inputs.input), lazily.AsyncCollectiveTensor)
+    lazy = [lazily.wait_tensor(part) for part in computed(gathered)]
+    return lazy, computed(lambda t: torch.cat([t.detach(), t.detach()]).requires_grad_(t.is_floating_point()))
+
+
+def test_results_of_collectives_that_are_still_under_way(world, loss):
+    """Their tensors have no memory of their own to read from."""
+    loss.needs(torch.float32)
+    for lazy, plain in world.run("two", not_waited_for, loss.row.backend, loss.fused):
+        for ours, theirs in zip(lazy, plain, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 def beside_loss_parallel(rank):
     """[(loss, whole gradient)] of torch's loss_parallel and ours, on the same sharded logits."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -369,8 +369,8 @@ def test_collectives_of_split_tokens(flce, world):
         assert not backward
 
 
-def in_place(rank, inputs, split):
-    made = split.of(rank, "two", inputs.vocab)
+def in_place(rank, inputs, split, group):
+    made = split.of(rank, group, inputs.vocab)
     leaves = ranks.own_part(inputs, made).leaves()
     logits = leaves.input * 1
     ranks.loss_of(leaves_with(leaves, logits), made, backend="triton", in_place=True).backward()
@@ -381,13 +381,14 @@ def leaves_with(leaves, logits):
     return replace(leaves, input=logits)
 
 
-def test_in_place(ce, world):
+@pytest.mark.parametrize(("group", "bounds"), [("two", "padded"), ("three", "empty")])
+def test_in_place(ce, world, group, bounds):
     if "in_place" not in ce.row.capability.options:
         pytest.skip(f"{ce} refuses in_place")
     inputs = inputs_of(ce, 4)
     for (storage, gradient), plain in zip(
-        world.run("two", in_place, inputs, Split(BOUNDS["padded"])),
-        world.run("two", ranks.outcome, "two", inputs, Split(BOUNDS["padded"]), {"backend": "triton"}),
+        world.run(group, in_place, inputs, Split(BOUNDS[bounds]), group),
+        world.run(group, ranks.outcome, group, inputs, Split(BOUNDS[bounds]), {"backend": "triton"}),
         strict=True,
     ):
         assert torch.equal(gradient, plain.input)

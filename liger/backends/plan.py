@@ -115,22 +115,25 @@ def make_plan(
     device_type: str,
     dtype: torch.dtype,
     *,
-    weight_dtype: torch.dtype,
     chunk_size: int | None,
     accum_dtype: torch.dtype | None,
     recompute: bool,
+    input_dtype: torch.dtype | None = None,
+    weight_dtype: torch.dtype | None = None,
     ranks: int = 1,
 ) -> Plan:
     """The plan for `shape` (N, V, H).
 
     Args:
         dtype: of the projections, before what the device imposes.
-        weight_dtype: of the caller's weight, which its gradient is returned in.
         recompute: whether gradients are made in backward.
+        input_dtype: of the caller's input, which its gradient is returned in; None: as the projections.
+        weight_dtype: likewise of the weight.
         ranks: among how many the vocabulary is split. They have to agree on the chunks, so these come from V; and one's
             logits are narrower, so that the same slab has more rows.
     """
     n, vocab, hidden = shape
+    input_dtype, weight_dtype = input_dtype or dtype, weight_dtype or dtype
     # A CPU's own half-precision GEMMs are neither accurate nor fast: there everything is widened once.
     gemm_dtype = compute_dtype(dtype) if device_type == "cpu" else dtype
     default_rows = ranks * _default_chunk_rows(n, vocab, hidden, gemm_dtype.itemsize, device_type)
@@ -149,7 +152,7 @@ def make_plan(
         recompute=recompute,
         slab_bytes=chunk_rows * classes * gemm_dtype.itemsize,
         copy_bytes=weight_elements * gemm_dtype.itemsize if gemm_dtype != weight_dtype else 0,
-        input_bytes=n * hidden * dtype.itemsize,
+        input_bytes=n * hidden * input_dtype.itemsize,
         weight_bytes=weight_elements * accum_dtype.itemsize,
         cast_bytes=weight_elements * weight_dtype.itemsize if accum_dtype != weight_dtype else 0,
         ranks=ranks,
@@ -173,10 +176,11 @@ def plan_for(call: Call, chunk_size: int | None = None) -> Plan:
         _shape(call),
         call.input.device.type,
         call.recipe.logits_dtype,
-        weight_dtype=weight.dtype,
         chunk_size=chunk_size or call.options.chunk_size,
         accum_dtype=call.options.accum_dtype,
         recompute=call.recipe.gradient_in_backward,
+        input_dtype=call.input.dtype,
+        weight_dtype=weight.dtype,
         ranks=1 if split is None else split.ranks,
     )
 

@@ -52,12 +52,14 @@ class Implementation:
         """Every reason against serving `request`, a module that fails to import included; empty means it can."""
         reasons = self.capability.reasons(request)
         if not reasons:
-            try:
-                self.kernels()
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a broken package is a reason, whatever it raised: SystemExit too
-                return (f"{self.module} failed to import: {type(error).__name__}: {error}",)
+            if self.module not in _failed:
+                try:
+                    self.kernels()
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # a broken package is a reason, whatever it raised: SystemExit too
+                    _failed[self.module] = f"{self.module} failed to import: {type(error).__name__}: {error}"
+            return (_failed[self.module],) if self.module in _failed else ()
         return reasons
 
 
@@ -114,6 +116,8 @@ _table: list[Implementation] = []
 _interpreters: list[str] = []
 """Environment variables that rows of the table look at."""
 _loaded: dict[str, RowKernels] = {}
+_failed: dict[str, str] = {}
+"""Why a module could not be imported: not tried again for every shape of a call, until the table changes."""
 _memo: dict[tuple[Any, ...], Implementation] = {}
 _reported: set[tuple[Any, ...]] = set()
 
@@ -150,6 +154,7 @@ def register(implementation: Implementation, *, first: bool = False) -> Callable
 
 def _forget() -> None:
     _memo.clear()
+    _failed.clear()
     _interpreters[:] = dict.fromkeys(row.capability.interpreter for row in _table if row.capability.interpreter)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..context import autocast_dtype, on_host
+from ..context import autocast_dtype, is_traced, on_host
 from ..functional import liger_fused_linear_cross_entropy
 from ..options import FLOATING_DTYPES, LARGEST, SMALLEST_FACTOR
 from ..spec import compute_dtype
@@ -94,7 +94,7 @@ class _Head:
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
     """How often each was changed in place, and where it lies, which `.data =` alone changes; nothing where nobody counts."""
-    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
+    if any(is_traced(tensor) or tensor.is_inference() for tensor in tensors):
         return ()
     return tuple([(tensor._version, tensor.data_ptr()) for tensor in tensors])
 
@@ -339,7 +339,7 @@ class DeferredLogits:
         return self._real
 
     def _is_view(self, own: Tensor, parent: Tensor) -> bool:
-        if not torch.compiler.is_compiling():
+        if not is_traced(own):
             return own.untyped_storage().data_ptr() == parent.untyped_storage().data_ptr()
         source = self._parent  # a trace has no storage: what changes no value is taken to be a view
         return source is not None and (source._dtype, source._scale, source._after) == (self._dtype, self._scale, self._after)
