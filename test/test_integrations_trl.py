@@ -1,5 +1,6 @@
 """TRL's per-token functions and this package's say the same, and the trainers find ours once they are installed."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -170,6 +171,37 @@ def test_half_precision_logits_get_a_gradient_of_their_dtype(backend, monkeypatc
     for got, correct, theirs in zip(found, *results, strict=True):
         if got.dtype != torch.bool:
             assert_within_budget(got, correct.detach(), theirs.detach(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight", "bias")], ids=["trained", "frozen"])
+@pytest.mark.parametrize("outputs", [("log_probs",), ours.OUTPUTS], ids=["plain", "all"])
+def test_a_head_partitioned_by_zero_3(outputs, frozen, monkeypatch):
+    """It has data inside of TRL's context alone, where DeepSpeed gathers it for forward and again for backward."""
+    made, target, upstream = leaves(frozen=frozen)
+    wanted = [leaf for leaf in made.values() if leaf.requires_grad]
+    whole = [(made[name], made[name].data) for name in ("weight", "bias")]
+
+    @contextlib.contextmanager
+    def gathered(*parameters):
+        assert all(one is other for one, (other, _) in zip(parameters, whole, strict=True))
+        for parameter, data in whole:
+            parameter.data = data
+        yield
+        for parameter, data in whole:
+            parameter.data = data.new_empty(0)
+
+    def scored():
+        with utils.maybe_gather_lm_head_ctx(made["weight"], made["bias"]):
+            found = ours.ChunkedLogProb.apply(*made.values(), target, 1.0, 8, None, 1.0, outputs)
+        total = sum((part * pull).sum() for part, pull in zip(found[:2], upstream, strict=True) if part is not None)
+        return [*found, *torch.autograd.grad(total, wanted)]
+
+    exact = scored()
+    monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gathered)
+    for number, (parameter, data) in enumerate(whole):
+        parameter.ds_id, parameter.data = number, data.new_empty(0)
+    for one, other in zip(scored(), exact, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_what_is_not_asked_for_is_not_computed(monkeypatch):

@@ -6,6 +6,9 @@ results. What goes through the row kernels: log-probabilities, their gradient, a
 The entropy and TRL's two other statistics, which no kernel of this package has, are computed beside them in torch, from the
 kernels' lse, a few rows at a time.
 
+A head that DeepSpeed ZeRO-3 partitions is left to TRL's own function. It has data only inside of a context that gathers it,
+which that function enters again in backward.
+
 Example:
     >>> remove = install()
     >>> GRPOTrainer(model, reward_funcs=reward, train_dataset=dataset).train()
@@ -61,7 +64,7 @@ class ChunkedLogProb:
 
         Args:
             hidden: (N, H).
-            weight: (V, H) of the head.
+            weight: (V, H) of the head. TRL's own function takes one that DeepSpeed ZeRO-3 partitions.
             bias: (V,) of the head.
             targets: (N,) class ids.
             temperature: that divides the logits, after the soft cap.
@@ -72,6 +75,10 @@ class ChunkedLogProb:
         """
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
+        if hasattr(weight, "ds_id") or hasattr(bias, "ds_id"):  # DeepSpeed's mark of what it partitions
+            own = _original("_ChunkedLogProbFunction")
+            arguments = (targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            return own.apply(hidden, weight, bias, *arguments)  # type: ignore[no-any-return]
         if autocast_dtype(hidden) is None:  # TRL projects in the hidden states' dtype
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
