@@ -362,6 +362,16 @@ def test_A16_the_heads_gradient_adds_up(flce):
     assert_within_budget(leaves.weight.grad, truth.outcome.weight, own.outcome.weight, F32, magnitude=truth.magnitudes.weight)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (160,), (40, 15)])
+def test_a_head_that_is_gone_in_backward_is_named(flce, shape):
+    """As a tool leaves a parameter that has data only while its module runs."""
+    leaves, rows = made(flce, "none")
+    leaves.weight.data = leaves.weight.new_zeros(shape)
+    with pytest.raises(RuntimeError, match="weight was freed or resized between forward and backward") as raised:
+        grads(rows.sum(), leaves)
+    assert str(shape) in str(raised.value)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_loss_nobody_uses_needs_no_backward(loss, reduction):
     leaves, _ = made(loss, reduction)
