@@ -78,6 +78,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     return None
 
 
+def projected_dtype(hidden: Tensor) -> torch.dtype:
+    """What a linear head gives of these hidden states: autocast leaves float64 alone."""
+    return hidden.dtype if hidden.dtype == torch.float64 else autocast_dtype(hidden) or hidden.dtype
+
+
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Inside, every dtype is what the code says."""
     if autocast_dtype(tensor) is None:

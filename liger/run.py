@@ -12,7 +12,7 @@ from . import dispatch, spec
 from .autograd import LossFunction
 from .call import Call, Needs, Recipe, gradient_waits
 from .checks import check_num_items, check_target_values, check_tensors
-from .context import autocast_dtype, holding, is_traced, on_host
+from .context import autocast_dtype, holding, is_traced, on_host, projected_dtype
 from .dispatch import Op
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
@@ -45,6 +45,51 @@ def run(
         bias = None if bias is None else split.local("bias", bias, 0)
         name = "weight" if op == "cross_entropy" else "ce_weight"
         class_weight = None if class_weight is None else split.local(name, class_weight, 0)
+    call = prepared(
+        input,
+        target,
+        options,
+        op=op,
+        weight=weight,
+        bias=bias,
+        class_weight=class_weight,
+        num_items=num_items,
+        backend=backend,
+    )
+    outputs: tuple[Any, ...]
+    if is_traced(call.input):
+        outputs = traced_loss(call)
+    else:
+        implementation = dispatch.resolve(call.request(), backend)
+        if implementation.checks_target:
+            check_target_values(target, call.vocab, options.ignore_index)
+        if split is not None and call.class_weight is not None:
+            call = replace(call, class_weight=split.gather_classes(call.class_weight))
+        outputs = LossFunction.apply(call.input, call.weight, call.bias, call, implementation)  # type: ignore[no-untyped-call]
+    if options.reduction == "none":
+        outputs = tuple(None if rows is None else rows.view(target.shape) for rows in outputs)
+    elif outputs[3] is not None:
+        outputs = (*outputs[:3], outputs[3].view(target.shape))
+    return CrossEntropyOutput(*outputs)
+
+
+def prepared(
+    input: Tensor,
+    target: Tensor,
+    options: CrossEntropyOptions,
+    *,
+    op: Op,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    backend: str | None = None,
+) -> Call:
+    """The checked call of a loss, before the autograd Function that runs it. Shapes as in `run`, tensors of this rank.
+
+    Raises:
+        ValueError: a tensor or an option is not usable.
+    """
     check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = is_traced(input)
     if not tracing:
@@ -54,22 +99,7 @@ def run(
     recipe = _recipe(input, weight, bias, options, backend, tracing)
     flat = input if input.ndim == 2 else input.flatten(0, -2) if input.ndim > 2 else input[None]
     rows_of = target if target.ndim == 1 else target.reshape(-1)
-    call = Call(flat, rows_of, weight, bias, class_weight, recipe, _beside(flat, num_items))
-    outputs: tuple[Any, ...]
-    if tracing:
-        outputs = traced_loss(call)
-    else:
-        implementation = dispatch.resolve(call.request(), backend)
-        if implementation.checks_target:
-            check_target_values(target, call.vocab, options.ignore_index)
-        if split is not None and class_weight is not None:
-            call = replace(call, class_weight=split.gather_classes(class_weight))
-        outputs = LossFunction.apply(call.input, weight, bias, call, implementation)  # type: ignore[no-untyped-call]
-    if options.reduction == "none":
-        outputs = tuple(None if rows is None else rows.view(target.shape) for rows in outputs)
-    elif outputs[3] is not None:
-        outputs = (*outputs[:3], outputs[3].view(target.shape))
-    return CrossEntropyOutput(*outputs)
+    return Call(flat, rows_of, weight, bias, class_weight, recipe, _beside(flat, num_items))
 
 
 def _beside(input: Tensor, num_items: float | Tensor | None) -> Tensor | None:
@@ -95,10 +125,9 @@ def _recipe(
     # Inside an autograd Function grad mode and requires_grad always read the same, so what is wanted is decided here.
     on = torch.is_grad_enabled()
     needs = Needs(*[on and t is not None and t.requires_grad for t in (input, weight, bias)])
-    autocast = autocast_dtype(input)
     fused = weight is not None
-    logits_dtype = autocast if fused and autocast is not None and input.dtype != torch.float64 else input.dtype
-    if fused or autocast is not None:  # under autocast a loss is fp32, as torch's are
+    logits_dtype = projected_dtype(input) if fused else input.dtype
+    if fused or autocast_dtype(input) is not None:  # under autocast a loss is fp32, as torch's are
         loss_dtype = options.loss_dtype or spec.compute_dtype(input.dtype)
     else:
         loss_dtype = options.loss_dtype or input.dtype

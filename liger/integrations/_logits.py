@@ -1,4 +1,4 @@
-"""What adapters share: the logits' dtype, and a loss per token in the dtype it is computed in."""
+"""What adapters share: a loss per token in the dtype it is computed in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from torch import Tensor
 
 from ..context import autocast_dtype
 from ..functional import liger_cross_entropy
-
-
-def logits_dtype(hidden: Tensor) -> torch.dtype:
-    """What a linear head gives of these hidden states: autocast leaves float64 alone."""
-    return hidden.dtype if hidden.dtype == torch.float64 else autocast_dtype(hidden) or hidden.dtype
 
 
 def per_token_loss(logits: Tensor, target: Tensor, *, reduction: Any = "none", **options: Any) -> Tensor:

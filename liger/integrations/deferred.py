@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..context import autocast_dtype, is_traced, on_host
+from ..context import autocast_dtype, is_traced, on_host, projected_dtype
 from ..functional import liger_fused_linear_cross_entropy
 from ..options import FLOATING_DTYPES, LARGEST, SMALLEST_FACTOR
 from ..spec import compute_dtype
-from ._logits import logits_dtype
 
 THERE = "the logits are there already"
 
@@ -112,7 +111,7 @@ def defer(
     mode = _Mode.of(hidden)
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     head = _Head(forward, hidden, weight, bias, mode, backend, tally, _versions(tensors))
-    return DeferredLogits(head, hidden, logits_dtype(hidden), weight.device, 1.0, None, None, None)
+    return DeferredLogits(head, hidden, projected_dtype(hidden), weight.device, 1.0, None, None, None)
 
 
 class DeferredLogits:

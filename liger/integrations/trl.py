@@ -28,13 +28,13 @@ from .. import dispatch, spec
 from ..autograd import refuse_second_derivative
 from ..backends import linear
 from ..backends.plan import Plan, plan_for, within_memory
-from ..call import Call, Needs, Recipe
-from ..checks import check_target_values, check_tensors
+from ..call import Call
+from ..checks import check_target_values
 from ..context import autocast_dtype, in_backward, without_autocast
 from ..functional import liger_cross_entropy, liger_fused_linear_cross_entropy
 from ..options import CrossEntropyOptions, CrossEntropyOutput
+from ..run import prepared
 from ..spec import RowInputs, RowResults
-from ._logits import logits_dtype
 
 TILE_TOKENS = 4096
 """Rows of TRL's tile of `chunk_size` columns: what is alive at once here has as many elements."""
@@ -96,17 +96,10 @@ class ChunkedLogProb:
             if not isinstance(output, CrossEntropyOutput):
                 return -output.float(), None, None, None, None
             return -output.loss.float(), None, None, None, output.predicted_tokens == targets  # type: ignore[return-value]
-        call = _call(hidden, weight, bias, targets, CrossEntropyOptions(**options))
-        found = _Statistics.apply(hidden, weight, bias, call, tuple(outputs))  # type: ignore[no-untyped-call]
+        chosen = CrossEntropyOptions(**options)
+        call = prepared(hidden, targets, chosen, op="fused_linear_cross_entropy", weight=weight, bias=bias)
+        found = _Statistics.apply(call.input, call.weight, call.bias, call, tuple(outputs))  # type: ignore[no-untyped-call]
         return found  # type: ignore[no-any-return]
-
-
-def _call(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: CrossEntropyOptions) -> Call:
-    check_tensors("fused_linear_cross_entropy", hidden, target, options, weight, bias, None)
-    on = torch.is_grad_enabled()
-    needs = Needs(*[on and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)])
-    recipe = Recipe(options, needs, logits_dtype(hidden), torch.float32, any(needs), None)
-    return Call(hidden, target, weight, bias, None, recipe)
 
 
 class _Statistics(torch.autograd.Function):
