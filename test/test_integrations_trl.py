@@ -15,6 +15,8 @@ import tiny_models  # noqa: E402
 import trl  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
+from liger.backends import linear  # noqa: E402
+from liger.backends import torch as torch_rows  # noqa: E402
 from liger.integrations import trl as ours  # noqa: E402
 from liger.testing import assert_within_budget  # noqa: E402
 
@@ -116,6 +118,23 @@ def test_one_of_the_two_gradients_alone(pulled):
         gradients.append([leaf.grad for leaf in made.values()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_statistics_change_no_bit_of_the_log_probabilities(monkeypatch):
+    """Nor of their gradient: the same rows take the same product, that of rows which are projected ahead among them."""
+
+    def rounded(x, count, weight, bias, logits):
+        logits.copy_((x @ weight.t() + bias).bfloat16())
+
+    monkeypatch.setattr(linear, "rows_ahead", lambda weight, plan, kernels: 4 if kernels is torch_rows else 0)
+    monkeypatch.setattr(linear, "project_ahead", rounded)
+    made, target, upstream = leaves()
+    results = []
+    for outputs in (("log_probs",), ours.OUTPUTS):
+        found = ours.ChunkedLogProb.apply(*made.values(), target, 1.0, 8, None, 1.0, outputs)[0]
+        results.append([found, *torch.autograd.grad(found, list(made.values()), upstream[0])])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_masked_classes_carry_no_entropy():

@@ -282,7 +282,7 @@ def test_what_would_need_less_is_said(options, rows, advice):
 )
 def test_two_slabs_are_alive_only_where_gradients_take_more(hidden, ahead, weight, grows):
     call = bf16_call((8192, 128256, hidden), weight=weight)
-    projection = linear.Projection(call, plan.plan_for(call))
+    projection = linear.Projection(call, plan.plan_for(call), SimpleNamespace(ahead_by_triton=False))
     projection.ahead = ahead
     assert projection._can_grow() == grows
 

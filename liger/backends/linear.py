@@ -72,11 +72,11 @@ def backward(call: Call, kernels: RowKernels, lse: Tensor, grad_loss: Tensor, in
     def write_gradient(logits: Tensor, span: slice) -> None:
         kernels.row_grad(logits, inputs.select(span), lse[:, span], grad_loss[span], logits)
 
-    return gradients_from(call, index, write_gradient, kernels)
+    return gradients_from(call, kernels, index, write_gradient)
 
 
 def gradients_from(
-    call: Call, index: Tensor | None, write_gradient: Callable[[Tensor, slice], None], kernels: RowKernels | None = None
+    call: Call, kernels: RowKernels, index: Tensor | None, write_gradient: Callable[[Tensor, slice], None]
 ) -> Gradients:
     """Gradients by projecting again the rows in `index`, None for all; `write_gradient` overwrites their logits.
 
@@ -116,7 +116,7 @@ class Chunk(NamedTuple):
 class Projection:
     """The products of a call's rows with its head. All logits lie in one slab: the next chunk's overwrite the last one's."""
 
-    def __init__(self, call: Call, plan: Plan, kernels: RowKernels | None = None) -> None:
+    def __init__(self, call: Call, plan: Plan, kernels: RowKernels) -> None:
         x, classes, split = call.input.detach(), _classes(call), call.options.vocab_parallel
         self.call, self.plan = call, plan
         self.input = x if split is None or not split.sequence_parallel else split.gather_tokens(x)

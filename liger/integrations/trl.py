@@ -120,7 +120,7 @@ class _Statistics(torch.autograd.Function):
         wanted = {name: torch.empty_like(results.loss) for name in OUTPUTS[:3] if name in outputs}
 
         def run(plan: Plan) -> None:
-            for chunk in linear.Projection(call, plan).chunks(None):
+            for chunk in linear.Projection(call, plan, kernels).chunks(None):
                 logits, span = chunk.logits, chunk.span
                 kernels.rows(logits, inputs.select(span), results.narrow(span), None)
                 for block in _blocks(logits) if wanted else ():
@@ -171,7 +171,7 @@ class _Statistics(torch.autograd.Function):
                 part.copy_(total.add_(slope))
 
         with in_backward(input):
-            return (*linear.gradients_from(call, None, write_gradient), None, None)
+            return (*linear.gradients_from(call, kernels, None, write_gradient), None, None)
 
 
 def _lse(results: RowResults) -> Tensor:
