@@ -74,9 +74,12 @@ def test_bad_lines_are_named(tmp_path, capsys, text, message):
         (("--steps", "0"), "must be a whole number of at least 1, got '0'"),
         (("--lr", "nan"), "must be a number above 0, got 'nan'"),
         (("--backend", "cuda"), "invalid choice: 'cuda'"),
+        (("--backend", "triton", "--device", "cpu"), "no backend can run the fused loss on cpu: triton: device cpu"),
     ],
 )
-def test_bad_arguments_end_with_one_line(arguments, message, capsys):
+def test_bad_arguments_end_with_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("LIGER_BACKEND", raising=False)
     try:
         code = finetune_hf.main(arguments)
     except SystemExit as error:
@@ -86,6 +89,12 @@ def test_bad_arguments_end_with_one_line(arguments, message, capsys):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_a_backend_of_the_environment_is_checked_too(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_BACKEND", "nope")
+    assert finetune_hf.main(["--device", "cpu"]) == 2
+    assert re.fullmatch(r"error: \$LIGER_BACKEND must be one of .*\n", capsys.readouterr().err)
 
 
 def test_a_whole_run_with_the_users_data_and_model(tmp_path):
