@@ -111,15 +111,19 @@ def make_examples(count: int, seed: int) -> list[Example]:
 
 
 class Instructions(Dataset[dict[str, Any]]):
-    """Token ids of prompt and response, cut to `length`; labels on the response only."""
+    """Token ids of prompt and response, cut to `length`; labels on the response only.
+
+    An example of which no label is left is left out: a batch of such has no mean, and the model's own loss of it is NaN.
+    """
 
     def __init__(self, examples: Sequence[Example], encode: Callable[[str], list[int]], end: int, length: int) -> None:
         self.rows: list[dict[str, list[int]]] = []
         for example in examples:
             prompt, response = encode(example.prompt + "\n"), [*encode(example.response), end]
-            ids = (prompt + response)[:length]
-            self.rows.append({"input_ids": ids, "labels": ([IGNORE_INDEX] * len(prompt) + response)[:length]})
-        if not any(label != IGNORE_INDEX for row in self.rows for label in row["labels"]):
+            ids, labels = (prompt + response)[:length], ([IGNORE_INDEX] * len(prompt) + response)[:length]
+            if any(label != IGNORE_INDEX for label in labels[1:]):  # the first one is nobody's next token
+                self.rows.append({"input_ids": ids, "labels": labels})
+        if not self.rows:
             raise InputError(f"no response begins within --length {length} tokens")
 
     def __len__(self) -> int:
@@ -289,7 +293,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: under autocast")
-    parser.add_argument("--backend", choices=("auto", *backends()), help="of the fused loss (default: $LIGER_BACKEND, else auto)")
+    parser.add_argument(
+        "--backend", choices=("auto", *backends()), help="of the fused loss (default: $LIGER_BACKEND, else auto)"
+    )
     settings = parser.parse_args(arguments)
     if settings.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
@@ -309,7 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data = Instructions(examples, encode, end, settings.length)
         labelled = sum(label != IGNORE_INDEX for row in data.rows for label in row["labels"])
         tokens = sum(len(row["labels"]) for row in data.rows)
-        print(f"{len(data)} examples, {labelled / tokens:.0%} of {tokens} tokens labelled; {type(model).__name__}, "
+        left_out = f" ({len(examples) - len(data)} left out: too long a prompt)" if len(data) < len(examples) else ""
+        print(f"{len(data)} examples{left_out}, {labelled / tokens:.0%} of {tokens} tokens labelled; {type(model).__name__}, "
               f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, on {settings.device}")  # fmt: skip
         model = model.to(settings.device)
         other = copy.deepcopy(model)

@@ -26,11 +26,12 @@ def encode(text):
 
 
 def test_only_the_response_is_labelled():
-    data = Instructions([Example("ab", "cd"), Example("a" * 9, "b")], encode, 256, 8)
+    data = Instructions([Example("ab", "cd"), Example("a" * 6, "bc"), Example("a" * 7, "b")], encode, 256, 8)
+    assert len(data) == 2  # nothing is labelled in the last one's 8 tokens
     assert data[0] == {"input_ids": [*b"ab\ncd", 256], "labels": [-100, -100, -100, *b"cd", 256]}
-    assert data[1] == {"input_ids": [*b"a" * 8], "labels": [-100] * 8}
+    assert data[1] == {"input_ids": [*b"aaaaaa\nb"], "labels": [-100] * 7 + [*b"b"]}
     batch = collate([data[0], data[1]], pad=257)
-    assert batch["input_ids"].tolist() == [[*b"ab\ncd", 256, 257, 257], [*b"a" * 8]]
+    assert batch["input_ids"].tolist() == [[*b"ab\ncd", 256, 257, 257], [*b"aaaaaa\nb"]]
     assert batch["labels"][0].tolist() == [-100, -100, -100, *b"cd", 256, -100, -100]
     assert batch["attention_mask"].tolist() == [[1] * 6 + [0] * 2, [1] * 8]
     with pytest.raises(InputError, match="no response begins within --length 4 tokens"):
