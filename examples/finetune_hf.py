@@ -33,6 +33,7 @@ try:
     import transformers
     from torch.utils.data import Dataset
 
+    import liger
     from _lm.loss_cost import peak_extra_bytes
     from liger.dispatch import backends
     from liger.integrations.transformers import patch, report
@@ -110,15 +111,19 @@ def make_examples(count: int, seed: int) -> list[Example]:
 
 
 class Instructions(Dataset[dict[str, Any]]):
-    """Token ids of prompt and response, cut to `length`; labels on the response only."""
+    """Token ids of prompt and response, cut to `length`; labels on the response only.
+
+    An example of which no label is left is left out: a batch of such has no mean, and the model's own loss of it is NaN.
+    """
 
     def __init__(self, examples: Sequence[Example], encode: Callable[[str], list[int]], end: int, length: int) -> None:
         self.rows: list[dict[str, list[int]]] = []
         for example in examples:
             prompt, response = encode(example.prompt + "\n"), [*encode(example.response), end]
-            ids = (prompt + response)[:length]
-            self.rows.append({"input_ids": ids, "labels": ([IGNORE_INDEX] * len(prompt) + response)[:length]})
-        if not any(label != IGNORE_INDEX for row in self.rows for label in row["labels"]):
+            ids, labels = (prompt + response)[:length], ([IGNORE_INDEX] * len(prompt) + response)[:length]
+            if any(label != IGNORE_INDEX for label in labels[1:]):  # the first one is nobody's next token
+                self.rows.append({"input_ids": ids, "labels": labels})
+        if not self.rows:
             raise InputError(f"no response begins within --length {length} tokens")
 
     def __len__(self) -> int:
@@ -158,6 +163,29 @@ def load(settings: argparse.Namespace) -> tuple[Any, Callable[[str], list[int]],
         raise InputError(f"--model {settings.model}: its tokenizer has no token that ends a text")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return model, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id, pad
+
+
+def check_backend(model: Any, settings: argparse.Namespace) -> None:
+    """Say before anything is trained that no backend can run the fused loss, or that there is none of the name.
+
+    Raises:
+        InputError: with every backend's reasons.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise InputError(f"--model {settings.model}: it has no head whose loss could be fused")
+    vocab, hidden = head.weight.shape
+    try:
+        answer = liger.explain(
+            "fused_linear_cross_entropy", device=torch.device(settings.device), backend=settings.backend,
+            dtype=torch.bfloat16 if settings.dtype == "bfloat16" else head.weight.dtype,
+            shape=(settings.batch * settings.length, vocab, hidden),
+        )  # fmt: skip
+    except ValueError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    if answer.chosen is None:
+        reasons = " | ".join(f"{name}: {'; '.join(why)}" for name, why in answer.rows)
+        raise InputError(f"no backend can run the fused loss on {settings.device}: {reasons}")
 
 
 @dataclass(frozen=True)
@@ -265,7 +293,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="bfloat16: under autocast")
-    parser.add_argument("--backend", choices=("auto", *backends()), help="of the fused loss; default: the first that can")
+    parser.add_argument(
+        "--backend", choices=("auto", *backends()), help="of the fused loss (default: $LIGER_BACKEND, else auto)"
+    )
     settings = parser.parse_args(arguments)
     if settings.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: there is no CUDA device here")
@@ -281,10 +311,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples = make_examples(MADE_UP, settings.seed) if made_up else read_examples(settings.data)
         torch.manual_seed(settings.seed)
         model, encode, end, pad = load(settings)
+        check_backend(model, settings)
         data = Instructions(examples, encode, end, settings.length)
         labelled = sum(label != IGNORE_INDEX for row in data.rows for label in row["labels"])
         tokens = sum(len(row["labels"]) for row in data.rows)
-        print(f"{len(data)} examples, {labelled / tokens:.0%} of {tokens} tokens labelled; {type(model).__name__}, "
+        left_out = f" ({len(examples) - len(data)} left out: too long a prompt)" if len(data) < len(examples) else ""
+        print(f"{len(data)} examples{left_out}, {labelled / tokens:.0%} of {tokens} tokens labelled; {type(model).__name__}, "
               f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, on {settings.device}")  # fmt: skip
         model = model.to(settings.device)
         other = copy.deepcopy(model)

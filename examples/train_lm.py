@@ -118,9 +118,9 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def make_parser() -> OneLineParser:
-    """Describe the command line."""
-    summary, _, details = (__doc__ or "").partition("\n\n")
+def make_parser(documentation: str | None = __doc__) -> OneLineParser:
+    """Describe the command line of the program whose docstring is given."""
+    summary, _, details = (documentation or "").partition("\n\n")
     parser = OneLineParser(
         description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -163,9 +163,9 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def parse_settings(arguments: Sequence[str] | None) -> Settings:
+def parse_settings(arguments: Sequence[str] | None, documentation: str | None = __doc__) -> Settings:
     """Read and check the command line; what is wrong with it exits (argparse) or raises InputError."""
-    options = make_parser().parse_args(arguments)
+    options = make_parser(documentation).parse_args(arguments)
     if options.vocab < MIN_VOCABULARY:
         raise InputError(f"--vocab must be at least {MIN_VOCABULARY} (all bytes and the end of text), got {options.vocab}")
     if options.dim % (2 * options.heads):
@@ -290,9 +290,9 @@ class Trainer:
 
     def loss_cost(self, training: Sequences) -> dict[str, LossCost]:
         """Cost of the loss layer, fused and unfused, on the trained model's hidden states of one batch."""
-        size = self.settings.batch
+        batch = next(batches(training, self.settings.batch, torch.Generator().manual_seed(self.settings.seed)))
         with torch.no_grad():
-            loss_inputs = self.loss_inputs(training.inputs[:size], training.targets[:size])
+            loss_inputs = self.loss_inputs(*batch)
         return measure({"fused": self.loss_layer, "unfused": unfused_loss}, *loss_inputs, repeats=COST_REPEATS)
 
 

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 examples/train_tp.py --device cuda --dtype bfloat16 --dim 512 --heads 8
     python examples/train_tp.py
 
-The arguments, the text and the loss curve are those of `train_lm.py`; the last line above is the same run in one process.
+The arguments, the text and the loss curve are those of `train_lm.py`, without `--tied` and float16; the last line above is the
+same run in one process.
 Everything but the head is the same in every process: each sees every token, computes the logits of its own rows only, and
 the gradient of the hidden states comes back summed, so that no process drifts from the others. Every so many steps the head
 is gathered and the same batch goes through `F.linear` and `F.cross_entropy` on the whole vocabulary.
@@ -138,7 +139,7 @@ def run(settings: Settings) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line; returns the exit code."""
     try:
-        settings = parse_settings(arguments)
+        settings = parse_settings(arguments, __doc__)
         if settings.tied:
             raise InputError("--tied is not possible: the embedding needs all rows, a split head has some of them")
         if settings.dtype == torch.float16:

@@ -1,7 +1,8 @@
 """`python -m liger`: what runs where on this machine, and why; `python -m liger explain` answers for a described call,
 `python -m liger bench` times one.
 
-Exit status: 0 with an answer (that nothing fits is one too), 2 with one line on stderr for an unusable argument.
+The answer is on stdout; `bench` tells on stderr how far it is. Exit status: 0 with an answer (that nothing fits is one too), 2
+with one line on stderr for an unusable argument.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ def parser() -> argparse.ArgumentParser:
         "bench",
         help="time and memory of a described call, on this machine",
         description="Forward and backward by every backend that can, and by PyTorch's own functions: medians, extra peak "
-        "memory, and the plan.",
+        "memory, and the plan. Each runs at least 3 times, so a large shape takes minutes on a CPU, whatever --seconds is. "
+        "What is going on is said on stderr.",
         allow_abbrev=False,
     )
     measure.add_argument("--device", type=_device_here, help="default: this machine's GPU, else cpu")
     measure.add_argument("--dtype", type=_dtype, help=f"{dtypes}; default: bfloat16, on a CPU float32")
     measure.add_argument("--ignored", type=float, default=0.0, help="share of ignored rows in [0, 1] (default: 0)")
-    measure.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: 2)")
+    measure.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: 2); 3 steps at least")
     _add_call(measure, without="vocab_parallel")  # which needs several processes
     return top
 
@@ -405,6 +407,11 @@ def bench_text(result: Result, device: torch.device) -> str:
     return "\n".join([*lines, *answer.footer()])
 
 
+def _say(line: str) -> None:
+    """Progress, which is no part of the answer."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; the exit status is above."""
     command_line = parser()
@@ -418,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command == "bench":
             device = asked["device"] = asked["device"] or devices()[-1]
             asked["dtype"] = asked["dtype"] or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-            result = bench(asked.pop("op"), **asked)
+            result = bench(asked.pop("op"), say=_say, **asked)
             print(json.dumps(bench_json(result, device), indent=2) if as_json else bench_text(result, device))
             return 0
         answer = explain(asked.pop("op"), **asked)

@@ -28,6 +28,8 @@ from .testing import Inputs, make_inputs
 EAGER = "F.cross_entropy"
 """PyTorch's own, after `F.linear` for the fused loss."""
 EAGER_OPTIONS = frozenset({"ignore_index", "reduction", "label_smoothing", "weight", "ce_weight", "bias"})
+LEAST_STEPS = 3
+"""Of an implementation: to warm up, for its memory, for its time."""
 MOST_ROUNDS = 20
 MIB = 1 << 20
 Step = Callable[[], object]
@@ -67,6 +69,7 @@ def bench(
     ignored: float = 0.0,
     seconds: float = 2.0,
     backend: str | None = None,
+    say: Callable[[str], object] = lambda line: None,
     **options: Any,
 ) -> Result:
     """Time every implementation that can serve a call.
@@ -75,7 +78,9 @@ def bench(
         op, dtype, shape, backend, options: as for `explain`; with a backend only that is compared with PyTorch.
         device: of this machine.
         ignored: share of the rows whose target is ignored, in [0, 1].
-        seconds: about how long to measure, after a first round.
+        seconds: about how long to measure. Whatever it is, each implementation runs once to warm up, once for its memory where
+            that can be told, and once for its time at least.
+        say: gets a line before whatever may take long.
 
     Raises:
         ValueError: as `explain`, and for a shape without rows, a share outside [0, 1] or a device that is not here.
@@ -106,14 +111,21 @@ def bench(
         except (RuntimeError, OverflowError, TypeError) as error:  # out of memory, or of what torch can count
             said = " ".join(str(error).split())[:200]
             raise ValueError(f"shape must be of tensors that fit into {device}, got {shape}: {said}") from error
+        say(f"timing {asked.request}: {', '.join(able)}, at least {LEAST_STEPS} steps each")
     for name, call in able.items():
         prepare = _preparation(call, inputs, keywords)
+        say(f"{name}: a first step, which compiles what has to be")
         try:
-            prepare()()  # whatever has to be compiled
+            start = time.monotonic()
+            prepare()()
+            _synchronize(device)
+            say(f"{name}: took {time.monotonic() - start:.1f} s; a step for its memory")
             memory[name] = _extra_mib(prepare, device)
             steps[name] = prepare
         except Exception as error:  # noqa: BLE001 - out of memory, most likely: a line of the answer
             reasons[name] = (f"{type(error).__name__}: {' '.join(str(error).split())}",)
+    if steps:
+        say(f"{', '.join(steps)}: in turn for about {seconds:g} s, a step each at least")
     times = _interleaved_ms(steps, device, seconds)
     lines = tuple(Line(name, times.get(name), memory.get(name), reasons.get(name, ())) for name in everything)
     return Result(asked, ignored, lines)

@@ -56,7 +56,7 @@ def liger_cross_entropy(
         loss_dtype: dtype of the loss; None is the input's (fp32 under autocast). Triton only.
         in_place: the gradient takes the logits' storage, and the graph becomes single-use. Triton only.
         vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
-        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "cutedsl" or "torch"; None and "auto" leave it to `$LIGER_BACKEND`, then to the first that can.
 
     Returns:
         The loss, () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was asked for. Computed in
@@ -134,7 +134,7 @@ def liger_fused_linear_cross_entropy(
         use_token_scaling: scale each row by the detached probability of its target.
         chunk_size: rows of logits that exist at once; None lets the plan choose, and take fewer where memory runs out.
         vocab_parallel: this rank's part of a vocabulary split over a process group: V above is then its width.
-        backend: "triton", "cutedsl", "torch", or None: `$LIGER_BACKEND`, then the first that can.
+        backend: "triton", "cutedsl" or "torch"; None and "auto" leave it to `$LIGER_BACKEND`, then to the first that can.
 
     Returns:
         The loss, fp32 (fp64 for fp64 input), () or the target's shape for "none"; a `CrossEntropyOutput` if any extra was

@@ -346,13 +346,21 @@ def test_as_a_module(shape, status, out, err):
 # Timing.
 
 HERE = {CE: ("--op", CE, "--shape", "6x40"), FLCE: ("--op", FLCE, "--shape", "6x40x8")}
-QUICK = ("bench", "--device", "cpu", "--seconds", "0.001")
+QUICK = ("--device", "cpu", "--seconds", "0.001")
+
+
+def timed(run, *arguments):
+    """The answer, which progress on stderr is no part of."""
+    status, out, err = run("bench", *arguments)
+    assert status == 0
+    assert not err or re.match(r"timing \w+ on .*: .*, at least 3 steps each\n", err)
+    return out
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("options", [(), ("--reduction", "none", "--ignored", "0.5"), ("--label-smoothing", "0.1")])
 def test_bench(run, op, options):
-    found = json.loads(answer(run, *QUICK, *HERE[op], *options, "--json"))
+    found = json.loads(timed(run, *QUICK, *HERE[op], *options, "--json"))
     assert found["chosen"] == "torch"
     assert (found["plan"] is None) == (op == CE)
     assert found["ignored"] == (0.5 if "--ignored" in options else 0)
@@ -367,7 +375,7 @@ def test_bench(run, op, options):
 
 
 def test_bench_for_people(run):
-    lines = answer(run, *QUICK, *HERE[FLCE], "--ignored", ".5").splitlines()
+    lines = timed(run, *QUICK, *HERE[FLCE], "--ignored", ".5").splitlines()
     assert lines[0] == f"{FLCE} on cpu, float32, N=6, V=40, H=8, 50 % ignored"
     ours, eager, decision, plan = lines[-4:]
     assert re.fullmatch(r"  torch +[\d.]+ +[\d.]+  chosen", ours)
@@ -376,10 +384,27 @@ def test_bench_for_people(run):
     assert plan.startswith("  plan: 1 chunk of up to 6 rows")
 
 
+def test_bench_says_what_takes_long_before_it_does(run, monkeypatch, capsys):
+    """On stderr, and at the time: a large shape takes minutes on a CPU. However few seconds, each runs three times."""
+    heard = []
+
+    def eager(inputs, **_):
+        heard.append(capsys.readouterr().err.splitlines())
+        return inputs.input.sum()
+
+    monkeypatch.setattr("liger.bench._eager", eager)
+    assert cli.main(["bench", *QUICK, *HERE[CE], "--seconds", "1e-9"]) == 0
+    first, *_, last = heard
+    assert first[0] == f"timing {CE} on cpu, float32, N=6, V=40: torch, F.cross_entropy, at least 3 steps each"
+    assert [line.partition(":")[0] for line in first[1:]] == ["torch", "torch", "F.cross_entropy"]
+    assert len(heard) == (3 if sys.platform.startswith("linux") else 2)  # the memory is told on Linux only
+    assert last[-1:] == ["torch, F.cross_entropy: in turn for about 1e-09 s, a step each at least"]
+
+
 def test_bench_counts_the_memory_of_the_logits(run):
     if not sys.platform.startswith("linux"):
         pytest.skip("memory of a process is measured on Linux only")
-    found = json.loads(answer(run, *QUICK, "--op", CE, "--shape", "1024x16384", "--json"))
+    found = json.loads(timed(run, *QUICK, "--op", CE, "--shape", "1024x16384", "--json"))
     eager = found["measured"][-1]
     logits_mib = 1024 * 16384 * 4 / 2**20
     # At most torch's log probabilities, their gradient and the logits' at once, and what pages and the allocator add.
@@ -391,7 +416,7 @@ def test_bench_takes_every_option_of_one_process(run, flag):
     """What nothing can serve is an answer; what PyTorch's functions do not have is said."""
     op = CE if flag in ("weight", "loss_dtype", "in_place") else FLCE
     words = [word if flag != "accum_dtype" else word.replace("bfloat16", "float32") for word in FLAGS[flag][0]]
-    found = json.loads(answer(run, *QUICK, *HERE[op], "--json", *words))
+    found = json.loads(timed(run, *QUICK, *HERE[op], "--json", *words))
     ours, eager = found["measured"][-2:]
     if flag in ("loss_dtype", "in_place"):
         assert ours["ms"] is None
@@ -407,7 +432,7 @@ def test_bench_of_a_backend_that_fails_is_a_line(run, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate\n2 GiB")
 
     monkeypatch.setattr("liger.bench.liger_cross_entropy", out_of_memory)
-    found = json.loads(answer(run, *QUICK, *HERE[CE], "--json"))
+    found = json.loads(timed(run, *QUICK, *HERE[CE], "--json"))
     assert found["measured"][-2]["reasons"] == ["OutOfMemoryError: tried to allocate 2 GiB"]
     assert found["measured"][-1]["ms"] > 0
 
@@ -449,8 +474,8 @@ def test_a_reader_that_stops_is_no_error():
 @pytest.mark.parametrize("op", OPS)
 def test_bench_on_a_gpu(run, op):
     shape = {CE: "1024x32000", FLCE: "1024x32000x512"}[op]
-    arguments = ("bench", "--seconds", "0.2", "--op", op, "--shape", shape, "--json")
-    found = json.loads(answer(run, *arguments))
+    arguments = ("--seconds", "0.2", "--op", op, "--shape", shape, "--json")
+    found = json.loads(timed(run, *arguments))
     lines = {line["name"]: line for line in found["measured"]}
     logits_mib = 1024 * 32000 * 2 / 2**20
     assert (found["dtype"], found["device"]["type"]) == ("bfloat16", "cuda")

@@ -179,6 +179,20 @@ def test_every_public_name_is_in_the_reference():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_tells_to_call_is_in_the_reference(page):
+    """What it imports from the package or writes with its whole path; a module is told of where its names are."""
+    documented = set(DIRECTIVE.findall((DOCS / "reference.md").read_text("utf-8")))
+    told = set(re.findall(r"`(liger(?:\.\w+)+)", FENCED.sub("", page.read_text("utf-8"))))
+    for _, code in python_blocks(page):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "liger":
+                told |= {f"{node.module}.{alias.name}" for alias in node.names}
+    paths = (path.with_suffix("").relative_to(ROOT) for path in (ROOT / "liger").rglob("*.py"))
+    modules = {".".join(path.parts).removesuffix(".__init__") for path in paths}
+    assert told - modules <= documented
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
     for link in LINK.findall(FENCED.sub("", page.read_text("utf-8"))):
         if "://" in link:

@@ -268,6 +268,14 @@ def test_batches_visit_every_sequence_once_an_epoch():
     assert order == list(epochs(0)) != list(epochs(1))
 
 
+def test_batches_without_a_label_are_left_out():
+    """They have no mean loss: PyTorch's is NaN, this package's 0."""
+    sequences = numbered(10)
+    targets = torch.where(sequences.inputs < 4, sequences.targets, IGNORE_INDEX)
+    stream = batches(Sequences(sequences.inputs, targets), 1, torch.Generator().manual_seed(0))
+    assert sorted(int(next(stream)[0][0, 0]) for _ in range(6)) == [0, 0, 0, 2, 2, 2]
+
+
 def test_unigram_entropy_of_known_frequencies():
     assert unigram_entropy(torch.arange(7).repeat(3)) == pytest.approx(math.log(7))
     assert unigram_entropy(torch.tensor([5, 5, 5])) == 0
@@ -464,6 +472,17 @@ def test_a_split_head_trains_like_a_whole_one(text_file: Path, tmp_path: Path, c
     without_rounding = [re.sub(r"difference \S+;", "", line) for line in step_lines(capsys.readouterr().out)]
     assert [re.sub(r"difference \S+;", "", line) for line in step_lines(finished.stdout)] == without_rounding
     assert len(without_rounding) == 6
+
+
+def test_the_help_of_a_split_head_is_its_own(capsys: pytest.CaptureFixture[str]):
+    import train_tp
+
+    with pytest.raises(SystemExit) as stop:
+        train_tp.main(["--help"])
+    assert stop.value.code == 0
+    told = capsys.readouterr().out
+    assert (train_tp.__doc__ or "").splitlines()[0] in told
+    assert "torchrun --nproc-per-node 2 examples/train_tp.py" in told
 
 
 @pytest.mark.parametrize("flags", [["--tied"], ["--dtype", "float16"]])

@@ -26,11 +26,12 @@ def encode(text):
 
 
 def test_only_the_response_is_labelled():
-    data = Instructions([Example("ab", "cd"), Example("a" * 9, "b")], encode, 256, 8)
+    data = Instructions([Example("ab", "cd"), Example("a" * 6, "bc"), Example("a" * 7, "b")], encode, 256, 8)
+    assert len(data) == 2  # nothing is labelled in the last one's 8 tokens
     assert data[0] == {"input_ids": [*b"ab\ncd", 256], "labels": [-100, -100, -100, *b"cd", 256]}
-    assert data[1] == {"input_ids": [*b"a" * 8], "labels": [-100] * 8}
+    assert data[1] == {"input_ids": [*b"aaaaaa\nb"], "labels": [-100] * 7 + [*b"b"]}
     batch = collate([data[0], data[1]], pad=257)
-    assert batch["input_ids"].tolist() == [[*b"ab\ncd", 256, 257, 257], [*b"a" * 8]]
+    assert batch["input_ids"].tolist() == [[*b"ab\ncd", 256, 257, 257], [*b"aaaaaa\nb"]]
     assert batch["labels"][0].tolist() == [-100, -100, -100, *b"cd", 256, -100, -100]
     assert batch["attention_mask"].tolist() == [[1] * 6 + [0] * 2, [1] * 8]
     with pytest.raises(InputError, match="no response begins within --length 4 tokens"):
@@ -74,9 +75,12 @@ def test_bad_lines_are_named(tmp_path, capsys, text, message):
         (("--steps", "0"), "must be a whole number of at least 1, got '0'"),
         (("--lr", "nan"), "must be a number above 0, got 'nan'"),
         (("--backend", "cuda"), "invalid choice: 'cuda'"),
+        (("--backend", "triton", "--device", "cpu"), "no backend can run the fused loss on cpu: triton: device cpu"),
     ],
 )
-def test_bad_arguments_end_with_one_line(arguments, message, capsys):
+def test_bad_arguments_end_with_one_line(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("LIGER_BACKEND", raising=False)
     try:
         code = finetune_hf.main(arguments)
     except SystemExit as error:
@@ -86,6 +90,12 @@ def test_bad_arguments_end_with_one_line(arguments, message, capsys):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_a_backend_of_the_environment_is_checked_too(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_BACKEND", "nope")
+    assert finetune_hf.main(["--device", "cpu"]) == 2
+    assert re.fullmatch(r"error: \$LIGER_BACKEND must be one of .*\n", capsys.readouterr().err)
 
 
 def test_a_whole_run_with_the_users_data_and_model(tmp_path):

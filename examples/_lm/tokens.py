@@ -113,12 +113,17 @@ def split_held_out(sequences: Sequences, batch: int, max_held_out: int) -> tuple
 
 
 def batches(sequences: Sequences, batch: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches (inputs, targets) forever, in a new random order in every epoch."""
+    """Yield batches (inputs, targets) forever, in a new random order in every epoch; those without a label are left out.
+
+    A mean over no label is nothing to learn from, and nothing to compare: PyTorch's is NaN, this package's 0.
+    """
     while True:
         order = torch.randperm(len(sequences.inputs), generator=generator)
         for start in range(0, len(order) - batch + 1, batch):
             chosen = order[start : start + batch]
-            yield sequences.inputs[chosen], sequences.targets[chosen]
+            inputs, targets = sequences.inputs[chosen], sequences.targets[chosen]
+            if (targets != IGNORE_INDEX).any():
+                yield inputs, targets
 
 
 def unigram_entropy(labels: Tensor) -> float:
