@@ -59,7 +59,7 @@ def check_tensors(
     if target.shape != shape:
         raise ValueError(
             f"target must have input's shape without the last dimension{tokens}, {shape}, "
-            f"got {tuple(target.shape)} (input {tuple(input.shape)})"
+            f"got {tuple(target.shape)} (input {tuple(input.shape)})" + _swapped(input, target, weight)
         )
     vocab = input.shape[-1]
     if weight is not None:
@@ -89,6 +89,16 @@ def check_tensors(
         if torch.compiler.is_compiling():
             raise ValueError("in_place must be False under torch.compile: a traced graph may not overwrite its inputs")
         _check_in_place(input)
+
+
+def _swapped(input: Tensor, target: Tensor, weight: Tensor | None) -> str:
+    """What to add to a wrong shape that would be right if input and weight changed places."""
+    if weight is None or input.ndim != 2 or weight.ndim < 2 or target.shape != weight.shape[:-1]:
+        return ""
+    return (
+        f": are input and weight, {tuple(weight.shape)}, swapped? The module takes (weight, input, target), "
+        "the function (input, weight, target)"
+    )
 
 
 def _check_split(split: VocabParallel, what: str, width: int) -> None:
