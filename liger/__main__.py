@@ -28,7 +28,7 @@ from .bench import Result, bench
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementation, Op, Request, backends, table
 from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
-from .functional import GIVEN_TENSORS
+from .functional import GIVEN_OPTIONS, GIVEN_TENSORS
 from .options import FLOATING_DTYPES, CrossEntropyOptions, dtype_name
 from .vocab_parallel import VocabParallel
 
@@ -114,11 +114,14 @@ def _add_options(group: argparse._ArgumentGroup, without: str) -> None:
         if field.name == without:
             continue
         flag, shared = "--" + field.name.replace("_", "-"), dict[str, Any](dest=field.name, default=argparse.SUPPRESS)
+        ops = [op for op in OPS if field.name in GIVEN_OPTIONS[op]]
+        only = f"of {ops[0]}" if len(ops) == 1 else None
         if hints[field.name] is bool:
-            group.add_argument(flag, action="store_true", **shared)
+            group.add_argument(flag, action="store_true", help=only, **shared)
         else:
             read, metavar = _reader(hints[field.name])
-            group.add_argument(flag, type=read, metavar=metavar, help=f"default: {field.default}", **shared)
+            about = f"default: {field.default}" + (f"; {only}" if only else "")
+            group.add_argument(flag, type=read, metavar=metavar, help=about, **shared)
 
 
 def _reader(hint: Any) -> tuple[Any, str]:

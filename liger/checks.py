@@ -15,6 +15,12 @@ from .dispatch import Op
 from .options import FACTORS, FLOATING_DTYPES, SMALLEST_FACTOR, CrossEntropyOptions, dtype_name, is_real
 from .vocab_parallel import VocabParallel, is_dtensor
 
+IN_PLACE_IS_TRACED = "in_place must be False under torch.compile: a traced graph may not overwrite its inputs"
+SPLIT_IS_TRACED = (
+    "vocab_parallel must be None under torch.compile: its collectives would be hidden in an opaque operator; call "
+    "the loss between compiled parts, as with torch.compiler.disable or a graph break"
+)
+
 
 def check_tensors(
     op: Op,
@@ -63,7 +69,7 @@ def check_tensors(
     if target.shape != shape:
         raise ValueError(
             f"target must have input's shape without the last dimension{tokens}, {shape}, "
-            f"got {tuple(target.shape)} (input {tuple(input.shape)})"
+            f"got {tuple(target.shape)} (input {tuple(input.shape)})" + _swapped(input, target, weight)
         )
     vocab = input.shape[-1]
     if weight is not None:
@@ -91,16 +97,23 @@ def check_tensors(
         check_accum_dtype(options.accum_dtype, weight.dtype)
     if options.in_place:
         if torch.compiler.is_compiling():
-            raise ValueError("in_place must be False under torch.compile: a traced graph may not overwrite its inputs")
+            raise ValueError(IN_PLACE_IS_TRACED)
         _check_in_place(input)
+
+
+def _swapped(input: Tensor, target: Tensor, weight: Tensor | None) -> str:
+    """What to add to a wrong shape that would be right if input and weight changed places."""
+    if weight is None or input.ndim != 2 or weight.ndim < 2 or target.shape != weight.shape[:-1]:
+        return ""
+    return (
+        f": are input and weight, {tuple(weight.shape)}, swapped? The module takes (weight, input, target), "
+        "the function (input, weight, target)"
+    )
 
 
 def _check_split(split: VocabParallel, what: str, width: int) -> None:
     if torch.compiler.is_compiling():
-        raise ValueError(
-            "vocab_parallel must be None under torch.compile: its collectives would be hidden in an opaque operator; call "
-            "the loss between compiled parts, as with torch.compiler.disable or a graph break"
-        )
+        raise ValueError(SPLIT_IS_TRACED)
     if width != split.width:
         all_classes = width >= split.vocab_size and split.ranks > 1
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -178,6 +179,15 @@ def liger_fused_linear_cross_entropy(
     return output if options.wants_extras else output.loss
 
 
+def _options_of(call: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(call).parameters if name in CrossEntropyOptions.__dataclass_fields__)
+
+
+GIVEN_OPTIONS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": _options_of(liger_cross_entropy),
+    "fused_linear_cross_entropy": _options_of(liger_fused_linear_cross_entropy),
+}
+"""Which fields of `CrossEntropyOptions` each op takes."""
 GIVEN_TENSORS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weight", "num_items"),
     "fused_linear_cross_entropy": ("bias", "ce_weight", "num_items"),
@@ -230,10 +240,9 @@ def explain(
         raise ValueError(f"vocab_parallel must be None, a VocabParallel or a number of ranks >= 1, got {split!r}")
     facts: tuple[tuple[str, Any], ...] = tuple((name, True) for name, value in given.items() if value)
     facts += () if ranks is None else (("vocab_parallel", ranks),)
-    known = CrossEntropyOptions.__dataclass_fields__
-    unknown = [name for name in options if name not in known]
+    unknown = [name for name in options if name not in GIVEN_OPTIONS[op]]
     if unknown:
-        allowed = ", ".join((*known, *GIVEN_TENSORS[op]))
+        allowed = ", ".join((*GIVEN_OPTIONS[op], *GIVEN_TENSORS[op]))
         raise ValueError(f"options of {op} must be among {allowed}, got {', '.join(unknown)}")
     checked = CrossEntropyOptions(**options)
     check_num_items(1 if given["num_items"] else None, checked)

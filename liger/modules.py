@@ -159,21 +159,21 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
 
 
 class LigerCrossEntropyFunction:
-    """`liger_cross_entropy` called by position, with 11 or 13 arguments; always returns all four outputs."""
+    """`liger_cross_entropy` called by position; always returns all four outputs."""
 
     @staticmethod
     def apply(
         input: Tensor,
         target: Tensor,
         weight: Tensor | None,
-        ignore_index: int,
-        lse_square_scale: float,
-        label_smoothing: float,
-        reduction: Reduction,
-        softcap: float | None,
-        return_z_loss: bool,
-        return_token_accuracy: bool,
-        return_predicted_tokens: bool,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
         loss_dtype: torch.dtype | None = None,
         in_place: bool = False,
     ) -> CrossEntropyOutput:

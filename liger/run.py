@@ -37,6 +37,12 @@ def run(
         UnsupportedError: no backend can serve the call.
     """
     split = options.vocab_parallel
+    if (options.in_place or split is not None) and torch.compiler.is_dynamo_compiling():
+        from . import untraced
+
+        again = untraced.run_in_place if options.in_place else untraced.run_split
+        given: dict[str, Any] = {"weight": weight, "bias": bias, "class_weight": class_weight, "num_items": num_items}
+        return again(input, target, options, op=op, backend=backend, **given)
     if split is not None:
         shared = 0 if split.sequence_parallel else None
         input = split.local("input", input, -1 if weight is None else shared)

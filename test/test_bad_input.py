@@ -24,6 +24,23 @@ def test_a_fused_loss_without_a_head_is_not_a_loss_of_its_input(head):
         liger.LigerFusedLinearCrossEntropyLoss()(head, HIDDEN, TARGET)
 
 
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 2, 2)])
+def test_a_head_in_the_place_of_the_hidden_states_is_recognised(shape):
+    """The module takes the head first, as Liger-Kernel's does, and the function does not."""
+    hidden, target = HIDDEN.view(*shape, 5), TARGET.view(shape)
+    question = r"target must have .* \(input \(7, 5\)\): are input and weight, .*, swapped\? The module takes \(weight, input"
+    with pytest.raises(ValueError, match=question):
+        liger.liger_fused_linear_cross_entropy(HEAD, hidden, target)
+    with pytest.raises(ValueError, match=question):
+        liger.LigerFusedLinearCrossEntropyLoss()(hidden, HEAD, target)
+
+
+@pytest.mark.parametrize(("input", "target"), [(HIDDEN, TARGET[:3]), (HIDDEN[None], TARGET)])
+def test_a_wrong_target_alone_is_not_taken_for_a_swap(input, target):
+    with pytest.raises(ValueError, match=r"target must have .* \(input \(.*\)\)$"):
+        liger.liger_fused_linear_cross_entropy(input, HEAD, target)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

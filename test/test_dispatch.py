@@ -5,6 +5,7 @@ needs a GPU, nor the packages.
 """
 
 import dataclasses
+import inspect
 import itertools
 import logging
 import re
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 
 import liger
 from liger import DeviceInfo, UnsupportedError, backends, explain
-from liger.dispatch import Capability, Implementation, Package, Request, capability, registry, table
-from liger.functional import GIVEN_TENSORS
+from liger.dispatch import Capability, Implementation, Package, Request, capability, explain_request, registry, table
+from liger.functional import GIVEN_OPTIONS, GIVEN_TENSORS
 from liger.options import CrossEntropyOptions
 
 CE, FLCE = OPS = ("cross_entropy", "fused_linear_cross_entropy")
@@ -163,6 +164,8 @@ def make_row(op=CE, backend="mine", module="no_such_module", *, options=frozense
 
 
 def ask(op, device, dtype, backend=None, **options):
+    if not set(options) <= {*GIVEN_OPTIONS[op], *GIVEN_TENSORS[op]}:  # no call has those, and no row may serve them either
+        return explain_request(make_request(op, device, dtype, **options), backend)
     return explain(op, device=DEVICES[device], dtype=DTYPES[dtype], shape=SHAPES[op], backend=backend, **options)
 
 
@@ -289,7 +292,7 @@ def test_reasons_name_what_was_given_and_what_is_supported(install, device, reas
 
 def test_every_reason_is_given_not_the_first(install):
     install({})
-    assert dict(ask(CE, "xpu", "fp64", chunk_size=4, use_token_scaling=True).rows)["triton"] == (
+    assert dict(ask(CE, "xpu", "fp64", use_token_scaling=True, chunk_size=4).rows)["triton"] == (
         "device xpu (supported: cuda, rocm)",
         "dtype float64 (supported: bfloat16, float16, float32)",
         "use_token_scaling=True is not supported",
@@ -324,7 +327,7 @@ def test_the_tensors_device_is_asked_not_the_current_one(monkeypatch):
         assert found == DeviceInfo("cuda", (8 + index, 0))
 
 
-@pytest.mark.parametrize("kind", [3, None, "", "cuda:0", "meta"])
+@pytest.mark.parametrize("kind", [3, None, "", "cuda:0", "meta", "gpu", "CUDA", "H100", "cuda 9.0"])
 def test_a_device_holds_values(kind):
     message = f"type must be a kind of device that holds values, .*, got {re.escape(repr(kind))}$"
     with pytest.raises(ValueError, match=message):
@@ -526,12 +529,31 @@ def test_explain_as_text(install):
         (FLCE, {"accum_dtype": torch.bfloat16}, "accum_dtype must be None or float32 for a float32 weight, got bf"),
         (CE, {"num_items": True, "reduction": "sum"}, "num_items must be None with reduction='sum'"),
         (FLCE, {"weight": True}, "options of fused_linear_.* must be among .*, bias, ce_weight, num_items, got weight$"),
+        (CE, {"accum_dtype": torch.float32}, "options of cross_entropy must be among .*, got accum_dtype$"),
+        (CE, {"use_token_scaling": False}, "options of cross_entropy must be among .*, got use_token_scaling$"),
+        (CE, {"chunk_size": 4, "softcap": 3.0}, "options of cross_entropy must be among .*, got chunk_size$"),
+        (FLCE, {"in_place": True, "loss_dtype": None}, "options of fused_linear_.* must be among .* got in_place, loss_dtype$"),
+        (CE, {"smoothing": 0.1}, "among ((?!accum_dtype|use_token_scaling|chunk_size|bias).)*, got smoothing$"),
+        (FLCE, {"smoothing": 0.1}, "among ((?!loss_dtype|in_place| weight).)*, got smoothing$"),
     ],
 )
 def test_explain_refuses_what_is_no_question(op, change, message):
     question = {"device": DeviceInfo("cpu"), "dtype": torch.float32, "shape": SHAPES.get(op)} | change
     with pytest.raises(ValueError, match=message):
         explain(op, **question)
+
+
+@pytest.mark.parametrize(("op", "call"), [(CE, liger.liger_cross_entropy), (FLCE, liger.liger_fused_linear_cross_entropy)])
+def test_explain_takes_the_options_of_a_call(op, call):
+    """Whatever the function has a default for, by its name; a tensor as True."""
+    defaults = {name: one.default for name, one in inspect.signature(call).parameters.items() if one.default is not one.empty}
+    assert set(defaults) == {*GIVEN_OPTIONS[op], *GIVEN_TENSORS[op], "backend"}
+    defaults |= dict.fromkeys(GIVEN_TENSORS[op], True)
+    assert explain(op, device=DeviceInfo("cpu"), dtype=torch.float32, shape=SHAPES[op], **defaults).chosen == "torch"
+
+
+def test_every_option_is_one_of_some_call():
+    assert set().union(*GIVEN_OPTIONS.values()) == {field.name for field in dataclasses.fields(CrossEntropyOptions)}
 
 
 def test_explain_with_nothing_to_do():

@@ -152,6 +152,31 @@ def test_in_place_is_refused_under_compile(ce):
         compiled(inputs.input.requires_grad_(), inputs.target)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo asks of tensors between graphs
+def test_in_place_runs_eagerly_where_a_graph_may_break(ce):
+    """Dynamo keeps out of the whole call: it would trace kernels' launches, and an interpreter of theirs."""
+    ce.needs(in_place=True)
+    torch._dynamo.reset()
+    inputs = ce.inputs(8, 67)
+    graphs = []
+
+    def step(x, target):
+        return liger.liger_cross_entropy(x * 2, target, in_place=True, backend=ce.row.backend) * 3
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    x, other = (inputs.input.clone().requires_grad_() for _ in range(2))
+    loss = torch.compile(step, backend=count)(x, inputs.target)
+    loss.backward()
+    expected = step(other, inputs.target)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(x.grad, other.grad)
+    assert len(graphs) == 2  # what is before the loss, and what is after
+
+
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_A13_a_traced_composition_gives_no_partial_hessian(loss, compiler):
     loss.needs()

@@ -235,11 +235,12 @@ SIGNATURES = {
         "return_predicted_tokens=False, chunk_size=None, backend=None, logit_scale=1.0, vocab_parallel=None)"
     ),
     "LigerFusedLinearCrossEntropyLoss.forward": "(self, lin_weight, input, target, bias=None, *, num_items=None)",
-    "LigerCrossEntropyFunction.apply": (
-        "(input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss, "
-        "return_token_accuracy, return_predicted_tokens, loss_dtype=None, in_place=False)"
-    ),
     # Callers may stop early, as Liger-Kernel lets them; the order is what counts.
+    "LigerCrossEntropyFunction.apply": (
+        "(input, target, weight, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction='mean', "
+        "softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, loss_dtype=None, "
+        "in_place=False)"
+    ),
     "LigerFusedLinearCrossEntropyFunction.apply": (
         "(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, "
         "label_smoothing=0.0, reduction='mean', softcap=None, return_z_loss=False, accum_dtype=None, "

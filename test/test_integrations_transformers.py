@@ -25,7 +25,7 @@ import transformers  # noqa: E402
 from tiny_models import batch, build, difference, step  # noqa: E402
 
 from liger.integrations import deferred  # noqa: E402
-from liger.integrations.transformers import Handle, patch, report  # noqa: E402
+from liger.integrations.transformers import UNLABELLED, Handle, patch, report  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -308,11 +308,49 @@ def test_a_backend_by_name(llama):
 
 def test_a_patch_tells_what_it_did(llama):
     with patch(llama) as handle:
-        assert str(report(llama)) == "fused\n  fused: none so far"
+        assert str(report(llama)) == "unused: it was not called with labels in training mode\n  fused: none so far"
         step(llama, batch(llama))
         assert str(report(llama)) == "fused\n  fused: 1"
         assert repr(handle) == "<patch of LlamaForCausalLM, 1 losses fused so far>"
     assert repr(handle) == "<removed patch of LlamaForCausalLM, 1 losses fused so far>"
+
+
+def test_a_loop_that_takes_its_loss_of_logits_is_told_so(llama):
+    """In training, that is: who generates, scores or evaluates has no labels, and that is no fault."""
+    inputs = batch(llama)
+    labels = inputs.pop("labels")
+
+    def loss():
+        return F.cross_entropy(llama(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    with patch(llama):
+        with torch.no_grad():
+            loss()
+        llama.generate(inputs["input_ids"], max_new_tokens=2, do_sample=False)
+        llama.eval()
+        loss().backward()
+        llama(**inputs, labels=labels)
+        assert (report(llama).status, report(llama).materialised) == ("unused", {})
+        llama.train()
+        for _ in range(3):
+            loss().backward()
+        assert str(report(llama)) == (f"materialised: {UNLABELLED}\n  fused: none so far\n  materialised: 3 ({UNLABELLED})")
+        step(llama, inputs | {"labels": labels})
+        assert (report(llama).status, report(llama).materialised) == ("fused", {UNLABELLED: 3})
+    with patch(llama, evaluate=True):
+        assert report(llama).reason == "it was not called with labels"
+
+
+def test_a_compiled_loop_without_labels_is_not_compiled_again(llama):
+    torch._dynamo.reset()
+    inputs, graphs = batch(llama), []
+    inputs.pop("labels")
+    with patch(llama):
+        compiled = torch.compile(llama, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+        for _ in range(3):
+            compiled(**inputs)
+        assert len(graphs) == 1
+        assert report(llama).reason == "it was not called with labels in training mode"
 
 
 # What may have been done to a head.
@@ -478,7 +516,7 @@ def test_models_that_cannot_be_patched(llama):
         assert report(wrong).status == "refused"
     with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got str"):
         patch("llama")
-    assert report(llama).reason == "the model is not patched"
+    assert (report(llama).status, report(llama).reason) == ("refused", "the model is not patched, but can be")
     with patch(llama), pytest.raises(ValueError, match="model must not be patched already"):
         patch(llama)
 
@@ -742,7 +780,8 @@ def test_trainers_own_losses_take_their_path(tmp_path, how):
     plain, *_ = trained(tmp_path, patched=False, steps=2, **options)
     patched, _, found = trained(tmp_path, patched=True, steps=2, **options)
     assert patched == plain
-    assert (found.fused, found.materialised) == (0, {})
+    assert (found.status, found.reason, found.fused) == ("materialised", UNLABELLED, 0)
+    assert found.materialised == {UNLABELLED: 4}
 
 
 def test_trainer_evaluates_with_logits(tmp_path):

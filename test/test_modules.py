@@ -245,6 +245,19 @@ def test_apply_unpacks_into_four(tensors):
     assert (loss.shape, accuracy.shape) == ((), ())
 
 
+def test_apply_may_stop_after_any_argument(tensors):
+    """Liger-Kernel's forward has a default for each argument after the class weights."""
+    given = (3, 1e-3, 0.2, "sum", 5.0, True, True, True)
+    names = ("ignore_index", "lse_square_scale", "label_smoothing", "reduction", "softcap")
+    names += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+    arguments = (tensors["logits"], tensors["target"], tensors["w"])
+    for count in range(len(given) + 1):
+        found = LigerCrossEntropyFunction.apply(*arguments, *given[:count])
+        expected = liger.liger_cross_entropy(*arguments, **dict(zip(names[:count], given, strict=False)))
+        expected = CrossEntropyOutput(expected) if isinstance(expected, torch.Tensor) else expected
+        assert_same(found, expected, tensors)
+
+
 @pytest.mark.parametrize("name", TRITON_ONLY)
 def test_E7_apply_hands_on_loss_dtype_and_in_place(tensors, monkeypatch, name):
     monkeypatch.setenv("LIGER_BACKEND", "torch")

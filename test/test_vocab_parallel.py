@@ -546,7 +546,13 @@ def test_more_ranks_make_longer_chunks_and_sum_in_fp32():
 
 
 def traced(rank, inputs, split, fullgraph):
-    """What is said, or (loss, eager loss)."""
+    """What is said, or (loss, eager loss, number of graphs)."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
     made = split.of(rank, "two", inputs.vocab)
     own = ranks.own_part(inputs, made)
 
@@ -554,19 +560,20 @@ def traced(rank, inputs, split, fullgraph):
         return ranks.loss_of(replace(own, input=x), made, backend="torch")
 
     try:
-        compiled = torch.compile(loss, fullgraph=fullgraph, backend="eager")(own.input)
+        compiled = torch.compile(loss, fullgraph=fullgraph, backend=count)(own.input)
     except Exception as error:  # noqa: BLE001 - dynamo may wrap it
         return str(error)
-    return compiled, loss(own.input)
+    return compiled, loss(own.input), len(graphs)
 
 
 def test_tracing_is_refused(world):
-    """Where a graph may break it does, and the call runs eagerly."""
+    """Where a graph may break it does, and the call runs eagerly, with nothing in it traced."""
     arguments = make_inputs(4, V), Split(BOUNDS["two"])
     for said in world.run("two", traced, *arguments, True):
         assert "vocab_parallel must be None under torch.compile" in said
-    for compiled, eager in world.run("two", traced, *arguments, False):
+    for compiled, eager, graphs in world.run("two", traced, *arguments, False):
         assert torch.equal(compiled, eager)
+        assert graphs == 0
 
 
 def test_a_row_without_it_refuses(ce):

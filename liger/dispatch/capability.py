@@ -34,13 +34,23 @@ class DeviceInfo:
 
     def __post_init__(self) -> None:
         kind, version = cast("object", self.type), cast("object", self.capability)
-        if not (isinstance(kind, str) and kind.isidentifier() and kind != "meta"):
+        if not (isinstance(kind, str) and _holds_values(kind)):
             raise ValueError(f"type must be a kind of device that holds values, such as 'cuda' or 'cpu', got {kind!r}")
         if version is not None and not (isinstance(version, tuple) and [type(part) for part in version] == [int, int]):
             raise ValueError(f"capability must be None or a tuple of two ints such as (9, 0), got {version!r}")
 
     def __str__(self) -> str:
         return self.type if self.capability is None else f"{self.type} {_dotted(self.capability)}"
+
+
+def _holds_values(kind: str) -> bool:
+    """Whether this is "rocm", which torch calls cuda, or a device type of torch without an index."""
+    if kind == "rocm":
+        return True
+    try:
+        return kind != "meta" and torch.device(kind).type == kind
+    except RuntimeError:  # no such type
+        return False
 
 
 _device_infos: dict[torch.device, DeviceInfo] = {}

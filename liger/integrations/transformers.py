@@ -39,6 +39,7 @@ _handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.We
 """Of the models that are patched, whose methods keep their handles alive."""
 
 _MISSING = object()
+UNLABELLED = "called without labels, so the loss was computed from its logits elsewhere"
 SHARD_FIX = "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
 
 
@@ -46,14 +47,15 @@ SHARD_FIX = "leave the head in the root's group: call fully_shard on the layers 
 class Report:
     """What a patch does to a model's loss, and what it did."""
 
-    status: Literal["fused", "materialised", "refused"]
-    """fused: losses are computed without logits; materialised: the model's own path; refused: there is no patch."""
+    status: Literal["fused", "materialised", "unused", "refused"]
+    """fused: losses are computed without logits; materialised: the model's own path; unused: there was no loss yet that a
+    patch is for; refused: there is no patch."""
     reason: str | None
     """Why no loss was fused, or none would be."""
     fused: int = 0
     """Losses computed without logits so far."""
     materialised: dict[str, int] = field(default_factory=dict)
-    """Why logits were made in a forward pass with labels, and how often so far."""
+    """Why logits were made in a training step, and how often so far."""
 
     def __str__(self) -> str:
         lines = [self.status if self.reason is None else f"{self.status}: {self.reason}"]
@@ -136,7 +138,7 @@ def patch(model: nn.Module, *, backend: str | None = None, evaluate: bool = Fals
 
 
 def report(model: nn.Module) -> Report:
-    """What became of a model's losses; for one that is not patched, what would.
+    """What became of a model's losses, and why; of one that is not patched, whether it can be.
 
     Args:
         model: as for `patch`.
@@ -145,13 +147,14 @@ def report(model: nn.Module) -> Report:
     handle = _handle_of(model)
     if handle is None:
         reason = _refusal(model)
-        return Report("refused", "the model is not patched" if reason is None else reason)
+        return Report("refused", "the model is not patched, but can be" if reason is None else reason)
     tally = handle.tally
     if tally.fused:
-        reason = None
-    else:
-        reason = next(iter(tally.materialised), None) or _why_materialised(handle)
-    return Report("fused" if reason is None else "materialised", reason, tally.fused, dict(tally.materialised))
+        return Report("fused", None, tally.fused, dict(tally.materialised))
+    reason = next(iter(tally.materialised), None) or _why_materialised(handle)
+    if reason is None:
+        return Report("unused", "it was not called with labels" + ("" if handle.evaluate else " in training mode"))
+    return Report("materialised", reason, materialised=dict(tally.materialised))
 
 
 # What a model and its head have to be.
@@ -314,6 +317,9 @@ def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
         given = [args[place] for place in places if place < len(args)]
         labelled = any(value is not None for value in (*given, kwargs.get("labels"), kwargs.get("shift_labels")))
         if not labelled or not (model.training or handle.evaluate):
+            # Without a gradient it generates or scores; in a graph, a count that grows would be compiled again.
+            if not labelled and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                handle.tally.count(UNLABELLED)
             return before(*args, **kwargs)
         fused, outer = handle.tally.fused, getattr(_active, "handle", None)
         _active.handle = handle
