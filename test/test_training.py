@@ -179,7 +179,7 @@ def test_one_graph_without_breaks(loss, fresh_dynamo):
 @tracing
 def test_a_compiled_transformer_trains_as_an_eager_one(loss, fresh_dynamo):
     """AOTAutograd's graphs hold the operators that eager runs, so in fp32 not one bit of the curve may differ."""
-    steps = 3 if loss.interpreted else 30
+    steps = 3 if loss.interpreted else 15
     eager, traced = (transformer(module_of(loss), loss.device) for _ in range(2))
     # By itself torch.compile sees in the second step what varies.
     compiled = torch.compile(traced, fullgraph=True, backend="aot_eager", dynamic=True if loss.interpreted else None)
@@ -190,7 +190,7 @@ def test_a_compiled_transformer_trains_as_an_eager_one(loss, fresh_dynamo):
     assert torch.equal(curve, wanted)
     assert same(traced.parameters(), eager.parameters())
     if not loss.interpreted:
-        assert wanted[-1] < wanted[0] - 1
+        assert wanted[-1] < wanted[0] - 0.5
 
 
 @functools.cache

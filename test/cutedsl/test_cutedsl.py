@@ -114,6 +114,8 @@ def check_code(key: tuple[Any, ...], arch: str, folder: Path) -> None:
     ids=["plain", "everything"],
 )
 def test_every_kernel_compiles(launches, tmp_path, arch, dtype, vocab, options, given):
+    if options and arch == "sm_103a":
+        pytest.skip("of one family with sm_100a, which compiles this")
     run_every_kernel(dtype, vocab, CrossEntropyOptions(**options), **given)
     assert len({launched.key for launched in launches}) == len(KERNELS)
     for launched in launches:
