@@ -392,10 +392,8 @@ TITLES = {
 }
 COMMANDS = {
     "cross_entropy": "python -m benchmark.benchmark_cross_entropy --errors",
-    "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show",
-    "fused_linear_cross_entropy_settings_h200": "python -m benchmark.benchmark_fused_linear_cross_entropy --show settings "
-    "--providers liger_cutedsl --backend cutedsl",
-    "vocab_parallel": "torchrun --nproc-per-node 2 -m benchmark.benchmark_vocab_parallel",
+    "fused_linear_cross_entropy": "python -m benchmark.benchmark_fused_linear_cross_entropy --show --backend cutedsl",
+    "vocab_parallel": "torchrun --nproc-per-node 2 -m benchmark.benchmark_vocab_parallel --backend triton",
     "training_step": "python -m benchmark.benchmark_training_step",
 }
 
