@@ -135,9 +135,8 @@ def _triton(op: Op, options: frozenset[str]) -> Implementation:
 
 for implementation in (
     # CuTe DSL comes first: a row is held on chip and device memory read once, whatever the L2 does. On (9, 0) it measured
-    # faster: forward and backward of a mean took 1.09 times the floor at V = 128256 and 151936, Triton's 1.21 and 1.22; 1.23
-    # against 1.17 at V = 32000; alike for "none" (H200, 2026-11-29, benchmark/data/cross_entropy_h200.csv, before its kernels
-    # fenced their slots; the fused loss was measured since and comes first with it, too). It is compiled for
+    # faster: forward and backward of a mean took 1.08 times the floor at V = 128256 and 151936, Triton's 1.23 and 1.24; 1.19
+    # against 1.18 at V = 32000; alike for "none" (H200, 2026-11-30, benchmark/data/cross_entropy_h200.csv). It is compiled for
     # (10, 0) and (10, 3), and was not run there. Not SPLIT: a rank's part of a vocabulary may end within a vector, which no
     # request tells.
     _cutedsl("cross_entropy", CROSS_ENTROPY),

@@ -47,10 +47,9 @@ def layout_of(cluster: int, pipelines: int, warps: int, vectors: int, teams: int
 # since an exchange between blocks costs the same for all sizes, and two blocks always find multiprocessors that lie together
 # (66 clusters of two ran at once, but only 30 of four). Short rows want several pipelines: with one, V = 4096 took 3.3.
 # Measured on one H200 (torch 2.11, triton 3.6, nvidia-cutlass-dsl 4.8.1, 2026-11-30; 8192 rows of bf16), as multiples of one
-# read + one write, and for Triton's kernel in the same run: 1.28 (1.21) at V = 4096, 1.09 (1.08) at 32000, 1.06 (1.21) at
-# 128256, 1.07 (1.22) at 151936, 1.08 (1.30) at 262144; after products, which lower the clock, 1.10 (1.39) at 128256 and 1.15
-# (1.43) at 262144. That was before slots were fenced and before there were teams; it has not been measured again, and teams
-# stand where they won by up to 5 % in a run on 4096 rows. Other architectures use the same layouts; nothing was run there.
+# read + one write, and for Triton's kernel in the same run: 1.32 (1.23) at V = 4096, 1.11 (1.09) at 32000, 1.05 (1.21) at
+# 128256, 1.06 (1.22) at 151936, 1.07 (1.30) at 262144; after products, which lower the clock, 1.09 (1.41) at 128256 and 1.17
+# (1.42) at 262144, both on 4096 rows. Other architectures use the same layouts; nothing was run there.
 ROWS: tuple[tuple[float, Layout], ...] = (
     (48 << 10, layout_of(1, 4, 4, 4)),
     (72 << 10, layout_of(1, 2, 4, 2, teams=2)),
@@ -60,8 +59,8 @@ ROWS: tuple[tuple[float, Layout], ...] = (
     (math.inf, layout_of(8, 1, 16, 2)),  # beyond 1664 KiB no cluster holds a row
 )
 # What reads every logit once keeps nothing on chip. Statistics took 0.90 to 1.03 of half a copy from V = 32000 on, and the
-# gradient from known ones 1.05 to 1.06 of a copy (Triton: 0.89 to 1.03, and 1.06 to 1.08); 1.74 and 1.08 at V = 4096 (2.49 and
-# 1.25), all measured as above.
+# gradient from known ones 1.05 to 1.06 of a copy (Triton: 0.89 to 1.03, and 1.07); 1.70 and 1.08 at V = 4096 (2.49 and 1.25),
+# all measured as above.
 ONE_PASS = layout_of(1, 4, 4, 4)
 WIDE_PASS = layout_of(1, 3, 4, 4)
 """For smoothing and predictions, which need more registers than a thread has with a fourth pipeline."""
