@@ -52,7 +52,7 @@ class Mutant:
 
 TRITON = "triton-cpu and (A2 or in_place)"
 SPEC, LINEAR, PLAN, AUTOGRAD = "liger/spec.py", "liger/backends/linear.py", "liger/backends/plan.py", "liger/autograd.py"
-AHEAD = "liger/backends/ahead.py"
+AHEAD, CONTEXT = "liger/backends/ahead.py", "liger/context.py"
 CUTE = "liger/backends/cutedsl/kernels.py"
 KERNELS, REGISTRY, CAPABILITY = "liger/backends/triton/kernels.py", "liger/dispatch/registry.py", "liger/dispatch/capability.py"
 INTERPRETED = "triton-cpu and not mutant"
@@ -360,6 +360,32 @@ LOOP = (
         "lse[:, index], grad_loss[: len(index)]",
     ),
     Mutant("underflow in float16", "liger/call.py", " or logits_dtype == torch.float16", ""),
+    Mutant(
+        "read what a collective has not brought", CONTEXT, "if wait is not None", "if False", INTERPRETED, ("sharded_heads",)
+    ),
+    Mutant(
+        "read negatives", CONTEXT, "tensor.resolve_neg() if tensor.is_neg() else tensor", "tensor", INTERPRETED, ("shapes",)
+    ),
+    Mutant(
+        "count another dtype's bytes", PLAN, "hidden * input_dtype.itemsize", "hidden * dtype.itemsize", subjects=("memory",)
+    ),
+    Mutant(
+        "compare an int32 modulo its range",
+        "liger/checks.py",
+        "if tensor.dtype == torch.int32 and not",
+        "if False and not",
+        "not mutant",
+        ("bad_input",),
+    ),
+    Mutant(
+        "import what is broken for every shape",
+        REGISTRY,
+        "if self.module not in _failed:",
+        "if True:",
+        "not mutant",
+        ("dispatch",),
+    ),
+    Mutant("take sizes for values", CONTEXT, " or isinstance(tensor, FakeTensor)", "", "not mutant", ("graphs",)),
     Mutant(
         "smooth by more than 1",
         "liger/options.py",
