@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from .dispatch import Op
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Given(TypedDict, total=False):
+    """What a call may have beside its input and target."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    class_weight: Tensor | None
+    num_items: float | Tensor | None
+
 
 def run(
     input: Tensor,
@@ -24,11 +36,8 @@ def run(
     options: CrossEntropyOptions,
     *,
     op: Op,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    num_items: float | Tensor | None = None,
     backend: str | None = None,
+    **given: Unpack[Given],
 ) -> CrossEntropyOutput:
     """Check a call, find its implementation, run it under autograd. Shapes as in `liger.functional`.
 
@@ -41,34 +50,15 @@ def run(
         from . import untraced
 
         again = untraced.run_in_place if options.in_place else untraced.run_split
-        given: dict[str, Any] = {"weight": weight, "bias": bias, "class_weight": class_weight, "num_items": num_items}
         return again(input, target, options, op=op, backend=backend, **given)
-    if split is not None:
-        shared = 0 if split.sequence_parallel else None
-        input = split.local("input", input, -1 if weight is None else shared)
-        target = split.local("target", target, None)
-        weight = None if weight is None else split.local("weight", weight, 0)
-        bias = None if bias is None else split.local("bias", bias, 0)
-        name = "weight" if op == "cross_entropy" else "ce_weight"
-        class_weight = None if class_weight is None else split.local(name, class_weight, 0)
-    call = prepared(
-        input,
-        target,
-        options,
-        op=op,
-        weight=weight,
-        bias=bias,
-        class_weight=class_weight,
-        num_items=num_items,
-        backend=backend,
-    )
+    call = prepared(input, target, options, op=op, backend=backend, **given)
     outputs: tuple[Any, ...]
     if is_traced(call.input):
         outputs = traced_loss(call)
     else:
         implementation = dispatch.resolve(call.request(), backend)
         if implementation.checks_target:
-            check_target_values(target, call.vocab, options.ignore_index)
+            check_target_values(call.target.view(target.shape), call.vocab, options.ignore_index)
         if split is not None and call.class_weight is not None:
             call = replace(call, class_weight=split.gather_classes(call.class_weight))
         outputs = LossFunction.apply(call.input, call.weight, call.bias, call, implementation)  # type: ignore[no-untyped-call]
@@ -85,17 +75,26 @@ def prepared(
     options: CrossEntropyOptions,
     *,
     op: Op,
+    backend: str | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     num_items: float | Tensor | None = None,
-    backend: str | None = None,
 ) -> Call:
-    """The checked call of a loss, before the autograd Function that runs it. Shapes as in `run`, tensors of this rank.
+    """The checked call of a loss, before the autograd Function that runs it. Shapes as in `run`.
 
     Raises:
         ValueError: a tensor or an option is not usable.
     """
+    split = options.vocab_parallel
+    if split is not None:
+        shared = 0 if split.sequence_parallel else None
+        input = split.local("input", input, -1 if weight is None else shared)
+        target = split.local("target", target, None)
+        weight = None if weight is None else split.local("weight", weight, 0)
+        bias = None if bias is None else split.local("bias", bias, 0)
+        name = "weight" if op == "cross_entropy" else "ce_weight"
+        class_weight = None if class_weight is None else split.local(name, class_weight, 0)
     check_tensors(op, input, target, options, weight, bias, class_weight)
     tracing = is_traced(input)
     if not tracing:
