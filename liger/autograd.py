@@ -11,7 +11,7 @@ from . import spec
 from .backends import RowKernels, linear, logits
 from .backends.split import SplitVocabulary
 from .call import Call, Gradients
-from .context import in_backward, without_autocast
+from .context import holding, in_backward, without_autocast
 from .dispatch import Implementation
 from .options import CrossEntropyOutput
 
@@ -56,6 +56,15 @@ def refuse_second_derivative() -> None:
         )
 
 
+def check_head_kept(call: Call, shape: torch.Size | None) -> None:
+    """Raise RuntimeError if the head that backward projects with again has not the shape it had in forward."""
+    if call.weight is not None and call.weight.shape != shape:
+        raise RuntimeError(
+            f"weight was freed or resized between forward and backward, which projects again: it must be {tuple(shape or ())} "
+            f"as in forward, got {tuple(call.weight.shape)}; keep it, or gather it, until backward has run"
+        )
+
+
 class LossFunction(torch.autograd.Function):
     """Forward and backward of every eager call."""
 
@@ -71,6 +80,7 @@ class LossFunction(torch.autograd.Function):
         else:
             ctx.save_for_backward(*saved)
         ctx.recipe, ctx.implementation = call.recipe, implementation
+        ctx.head_shape = None if weight is None else weight.shape
         ctx.first_factor = None
         ctx.used = False
         ctx.set_materialize_grads(False)
@@ -88,10 +98,12 @@ class LossFunction(torch.autograd.Function):
                 "in_place=True makes the graph single-use: the logits' storage already holds the gradient handed out by "
                 "the first backward; use in_place=False to call backward again"
             )
+        grad_loss = holding(grad_loss)
         with in_backward(grad_loss):
             if ctx.recipe.gradient_in_backward:
                 input, target, weight, bias, class_weight, num_items, lse, index = ctx.saved_tensors
                 call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
+                check_head_kept(call, ctx.head_shape)
                 kernels = kernels_for(call, ctx.implementation)
                 gradients = gradients_in_backward(call, kernels, lse, index, grad_loss)
             else:

@@ -10,15 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import spec
-from .context import autocast_dtype, may_wait, on_host
+from .context import autocast_dtype, is_traced, may_wait, on_host
 from .dispatch import Op
 from .options import FACTORS, FLOATING_DTYPES, SMALLEST_FACTOR, CrossEntropyOptions, dtype_name, is_real
 from .vocab_parallel import VocabParallel, is_dtensor
 
-IN_PLACE_IS_TRACED = "in_place must be False under torch.compile: a traced graph may not overwrite its inputs"
+IN_PLACE_IS_TRACED = (
+    "in_place must be False under torch.compile and with fake tensors: what is traced may not change its inputs"
+)
 SPLIT_IS_TRACED = (
-    "vocab_parallel must be None under torch.compile: its collectives would be hidden in an opaque operator; call "
-    "the loss between compiled parts, as with torch.compiler.disable or a graph break"
+    "vocab_parallel must be None under torch.compile and with fake tensors: its collectives would be hidden in an opaque "
+    "operator; call the loss between compiled parts, as with torch.compiler.disable or a graph break"
 )
 
 
@@ -85,6 +87,8 @@ def check_tensors(
             )
         _check_head_dtypes(input, weight, bias)
     if split is not None:
+        if is_traced(input):
+            raise ValueError(SPLIT_IS_TRACED)
         _check_split(split, "input's last dimension" if weight is None else "weight's first dimension", vocab)
     for name, vector in (("bias", bias), (class_name, class_weight)):
         if vector is not None and vector.shape != (vocab,):
@@ -96,7 +100,7 @@ def check_tensors(
     if weight is not None:
         check_accum_dtype(options.accum_dtype, weight.dtype)
     if options.in_place:
-        if torch.compiler.is_compiling():
+        if is_traced(input):
             raise ValueError(IN_PLACE_IS_TRACED)
         _check_in_place(input)
 
@@ -112,8 +116,6 @@ def _swapped(input: Tensor, target: Tensor, weight: Tensor | None) -> str:
 
 
 def _check_split(split: VocabParallel, what: str, width: int) -> None:
-    if torch.compiler.is_compiling():
-        raise ValueError(SPLIT_IS_TRACED)
     if width != split.width:
         all_classes = width >= split.vocab_size and split.ranks > 1
         raise ValueError(

@@ -14,6 +14,7 @@ from .call import Call, Needs, Recipe, gradient_waits
 from .checks import check_num_items, check_target_values, check_tensors
 from .context import autocast_dtype, holding, is_traced, on_host, projected_dtype
 from .dispatch import Op
+from .dispatch.registry import check_backend
 from .operators import traced_loss
 from .options import CrossEntropyOptions, CrossEntropyOutput
 
@@ -54,6 +55,8 @@ def run(
     call = prepared(input, target, options, op=op, backend=backend, **given)
     outputs: tuple[Any, ...]
     if is_traced(call.input):
+        if not torch.compiler.is_compiling():  # there the operator looks for it when it runs, which fake tensors never do
+            check_backend(backend)
         outputs = traced_loss(call)
     else:
         implementation = dispatch.resolve(call.request(), backend)

@@ -369,6 +369,8 @@ LOOP = (
     Mutant(
         "count another dtype's bytes", PLAN, "hidden * input_dtype.itemsize", "hidden * dtype.itemsize", subjects=("memory",)
     ),
+    Mutant("read negatives in backward", AUTOGRAD, "grad_loss = holding(grad_loss)", "pass", INTERPRETED, ("shapes",)),
+    Mutant("project again with another head", AUTOGRAD, "and call.weight.shape != shape", "and False", subjects=("autograd",)),
     Mutant(
         "compare an int32 modulo its range",
         "liger/checks.py",

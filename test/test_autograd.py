@@ -362,7 +362,7 @@ def test_A16_the_heads_gradient_adds_up(flce):
     assert_within_budget(leaves.weight.grad, truth.outcome.weight, own.outcome.weight, F32, magnitude=truth.magnitudes.weight)
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 16), (160,), (40, 15)])
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (160,), (40, 15), (20, 16)])
 def test_a_head_that_is_gone_in_backward_is_named(flce, shape):
     """As a tool leaves a parameter that has data only while its module runs."""
     leaves, rows = made(flce, "none")

@@ -132,6 +132,19 @@ def test_sizes_without_values(loss, reduction, options):
         assert (made.shape, made.dtype, made.device) == (fake.shape, fake.dtype, fake.device)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_place": True}, "in_place must be False under torch.compile and with fake tensors"),
+        ({"backend": "nonsense"}, "backend must be one of"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_sizes_of_what_no_graph_can_hold(options, message):
+    with FakeTensorMode(), pytest.raises(ValueError, match=message):
+        liger.liger_cross_entropy(torch.randn(12, 67), torch.zeros(12, dtype=torch.int64), **options)
+
+
 def test_a_bad_call_is_refused_under_compile_too(loss):
     loss.needs()
     torch._dynamo.reset()

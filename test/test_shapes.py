@@ -95,14 +95,17 @@ def test_S4_strided_tensors(loss, layout, reduction):
     check_strided(loss, layout(loss.inputs(3, 37, ignored=0.34)), reduction=reduction)
 
 
-def test_S4_an_input_whose_memory_holds_its_negatives(loss):
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_S4_tensors_whose_memory_holds_their_negatives(loss, reduction):
     loss.needs()
     inputs = loss.inputs(3, 37)
     negated = torch.complex(torch.zeros_like(inputs.input), -inputs.input).conj().imag.requires_grad_()
     assert negated.is_neg()
-    value = loss(replace(inputs, input=negated))
-    value.backward()
-    wanted = loss.outcome(inputs)
+    upstream = torch.complex(torch.zeros((), device=loss.device), torch.full((), -2.0, device=loss.device)).conj().imag
+    assert upstream.is_neg()
+    value = loss(replace(inputs, input=negated), reduction=reduction)
+    value.backward(upstream.expand(value.shape))
+    wanted = loss.outcome(inputs, upstream=torch.full(value.shape, 2.0, device=loss.device), reduction=reduction)
     assert torch.equal(value, wanted.output.loss)
     assert torch.equal(negated.grad, wanted.input)
 

@@ -78,19 +78,20 @@ def not_waited_for(rank, backend, fused):
             return lazily.all_gather_tensor(tensor, 0, group)
         return lazily.all_gather_tensor_autograd(tensor.detach().requires_grad_(), 0, group)
 
-    def computed(gathered):
+    def computed(gathered, upstream):
         x, target = gathered(inputs.input), gathered(inputs.target)
         if not fused:
             loss = liger_cross_entropy(x, target, backend=backend)
-            return [loss.detach(), *torch.autograd.grad(loss, [x])]
+            return [loss.detach(), *torch.autograd.grad(loss, [x], upstream)]
         weight = gathered(inputs.weight)
         loss = liger_fused_linear_cross_entropy(x, weight, target, backend=backend)
-        return [loss.detach(), *torch.autograd.grad(loss, [x, weight])]
+        return [loss.detach(), *torch.autograd.grad(loss, [x, weight], upstream)]
 
     assert isinstance(gathered(inputs.target), lazily.AsyncCollectiveTensor)
     assert isinstance(gathered(inputs.input), lazily.AsyncCollectiveTensor)
-    lazy = [lazily.wait_tensor(part) for part in computed(gathered)]
-    return lazy, computed(lambda t: torch.cat([t.detach(), t.detach()]).requires_grad_(t.is_floating_point()))
+    lazy = [lazily.wait_tensor(part) for part in computed(gathered, lazily.all_reduce(torch.ones(()), "sum", group))]
+    plain = computed(lambda t: torch.cat([t.detach(), t.detach()]).requires_grad_(t.is_floating_point()), torch.tensor(2.0))
+    return lazy, plain
 
 
 def test_results_of_collectives_that_are_still_under_way(world, loss):

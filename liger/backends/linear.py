@@ -82,11 +82,6 @@ def gradients_from(
 
     `kernels`: those that made the statistics of these logits, which are then projected the same way.
     """
-    if call.head.shape[1:] != call.input.shape[1:] or call.vocab == 0:
-        raise RuntimeError(
-            f"weight was freed or resized between forward and backward, which projects again: it must be (V, "
-            f"{call.input.shape[1]}) as in forward, got {tuple(call.head.shape)}; keep it, or gather it, until backward has run"
-        )
 
     def run(plan: Plan) -> GradientSums:
         chunks = Projection(call, plan, kernels).chunks(index)

@@ -35,7 +35,9 @@ class DeviceInfo:
     def __post_init__(self) -> None:
         kind, version = cast("object", self.type), cast("object", self.capability)
         if not (isinstance(kind, str) and _holds_values(kind)):
-            raise ValueError(f"type must be a kind of device that holds values, such as 'cuda' or 'cpu', got {kind!r}")
+            raise ValueError(
+                f"type must be 'rocm' or a kind of device that this torch knows and that holds values, got {kind!r}"
+            )
         if version is not None and not (isinstance(version, tuple) and [type(part) for part in version] == [int, int]):
             raise ValueError(f"capability must be None or a tuple of two ints such as (9, 0), got {version!r}")
 

@@ -39,7 +39,7 @@ _handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Handle]] = weakref.We
 """Of the models that are patched, whose methods keep their handles alive."""
 
 _MISSING = object()
-UNLABELLED = "called without labels, so the loss was computed from its logits elsewhere"
+UNLABELLED = "called without labels: a loss that is computed from its logits is not fused"
 SHARD_FIX = "leave the head in the root's group: call fully_shard on the layers and then on the whole model, not on the head"
 
 
@@ -317,10 +317,11 @@ def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
         given = [args[place] for place in places if place < len(args)]
         labelled = any(value is not None for value in (*given, kwargs.get("labels"), kwargs.get("shift_labels")))
         if not labelled or not (model.training or handle.evaluate):
-            # Without a gradient it generates or scores; in a graph, a count that grows would be compiled again.
-            if not labelled and model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            output = before(*args, **kwargs)
+            # In a graph, a count that grows would be compiled again.
+            if not labelled and model.training and not torch.compiler.is_compiling() and _trains_logits(output):
                 handle.tally.count(UNLABELLED)
-            return before(*args, **kwargs)
+            return output
         fused, outer = handle.tally.fused, getattr(_active, "handle", None)
         _active.handle = handle
         try:
@@ -330,6 +331,12 @@ def _model_forward(handle: Handle, before: Callable[..., Any]) -> Any:
         return _without_deferred(output, drop=handle.tally.fused > fused)
 
     return _bound(handle, handle.model, before, forward)
+
+
+def _trains_logits(output: Any) -> bool:
+    """Whether a model's output has logits with a gradient: without one it generates or scores."""
+    logits = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", None)
+    return isinstance(logits, Tensor) and logits.requires_grad
 
 
 def _head_forward(handle: Handle, before: Callable[..., Any]) -> Any:

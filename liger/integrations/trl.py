@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, spec
-from ..autograd import refuse_second_derivative
+from ..autograd import check_head_kept, refuse_second_derivative
 from ..backends import linear
 from ..backends.plan import Plan, plan_for, within_memory
 from ..call import Call
@@ -139,7 +139,7 @@ class _Statistics(torch.autograd.Function):
         entropy, squares, means = (wanted[name].float() if name in wanted else None for name in OUTPUTS[:3])
         ctx.mark_non_differentiable(*(part for part in (squares, means, top) if part is not None))
         ctx.save_for_backward(*call.tensors, lse, wanted.get("entropy"))
-        ctx.recipe, ctx.implementation = call.recipe, implementation
+        ctx.recipe, ctx.implementation, ctx.head_shape = call.recipe, implementation, call.head.shape
         return -results.loss.float(), entropy, squares, means, top
 
     @staticmethod
@@ -149,6 +149,7 @@ class _Statistics(torch.autograd.Function):
             return (None,) * 5
         input, target, weight, bias, class_weight, num_items, lse, entropy = ctx.saved_tensors
         call = Call(input, target, weight, bias, class_weight, ctx.recipe, num_items)
+        check_head_kept(call, ctx.head_shape)
         kernels, inputs = ctx.implementation.kernels(), call.row_inputs()
         upstream = lse.new_zeros(call.rows) if grad_log_probs is None else -grad_log_probs.to(lse.dtype)
 

@@ -429,7 +429,7 @@ def launch(kernel, arguments, *, grid, threads, cluster=1):
     """Run a kernel, a function of its arguments, on a grid of blocks; clusters one after the other."""
 
     def run():
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # each greenlet's own from NumPy 2 on, the thread's before
             kernel(arguments)
 
     for first in range(0, grid, cluster):
@@ -437,6 +437,7 @@ def launch(kernel, arguments, *, grid, threads, cluster=1):
         for block in together.blocks:
             for warp in range(threads // WARP):
                 together.schedule.start(block, range(warp * WARP, (warp + 1) * WARP), run)
-        together.schedule.run()
+        with np.errstate(all="ignore"):
+            together.schedule.run()
         leftover = [b for block in together.blocks for b in block.barriers.values() if b.bytes or b.pending != b.count]
         assert not leftover, "a barrier was left in the middle of a phase"
