@@ -33,8 +33,9 @@ try:
     import transformers
     from torch.utils.data import Dataset
 
-    import liger
+    from _lm.choice import chosen_backend
     from _lm.loss_cost import peak_extra_bytes
+    from _lm.text import InputError
     from liger.dispatch import backends
     from liger.integrations.transformers import patch, report
 except ModuleNotFoundError as missing:
@@ -47,10 +48,6 @@ FIELDS = ("prompt", "response")
 BYTES, END, PAD = 256, 256, 257
 """Ids of the byte-level model: a byte, the end of a text, and what fills up a batch."""
 MADE_UP = 256
-
-
-class InputError(Exception):
-    """Something is wrong with what the user gave; the message says what, in one line."""
 
 
 @dataclass(frozen=True)
@@ -174,18 +171,9 @@ def check_backend(model: Any, settings: argparse.Namespace) -> None:
     head = model.get_output_embeddings()
     if head is None:
         raise InputError(f"--model {settings.model}: it has no head whose loss could be fused")
-    vocab, hidden = head.weight.shape
-    try:
-        answer = liger.explain(
-            "fused_linear_cross_entropy", device=torch.device(settings.device), backend=settings.backend,
-            dtype=torch.bfloat16 if settings.dtype == "bfloat16" else head.weight.dtype,
-            shape=(settings.batch * settings.length, vocab, hidden),
-        )  # fmt: skip
-    except ValueError as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if answer.chosen is None:
-        reasons = " | ".join(f"{name}: {'; '.join(why)}" for name, why in answer.rows)
-        raise InputError(f"no backend can run the fused loss on {settings.device}: {reasons}")
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else head.weight.dtype
+    shape = (settings.batch * settings.length, *head.weight.shape)
+    chosen_backend("the fused loss", torch.device(settings.device), dtype, shape, settings.backend)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ try:
     from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
 
     import liger
+    from _lm.choice import chosen_backend
     from _lm.loss_cost import LossCost, measure, unfused_loss
     from _lm.model import ModelConfig, Transformer
     from _lm.report import History, backend_rows, draw_loss_curve, format_table
@@ -158,11 +159,6 @@ def usable_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def one_line(error: Exception) -> str:
-    """Join a message of several lines."""
-    return " ".join(str(error).split())
-
-
 def parse_settings(arguments: Sequence[str] | None, documentation: str | None = __doc__) -> Settings:
     """Read and check the command line; what is wrong with it exits (argparse) or raises InputError."""
     options = make_parser(documentation).parse_args(arguments)
@@ -182,20 +178,7 @@ def parse_settings(arguments: Sequence[str] | None, documentation: str | None = 
 def explain_loss(settings: Settings, vocabulary: int) -> Explanation:
     """Ask which backend the loss layer gets; none at all, or an unknown one, is an InputError."""
     shape = (settings.batch * settings.seq, vocabulary, settings.dim)
-    try:
-        explanation = liger.explain(
-            "fused_linear_cross_entropy",
-            device=settings.device,
-            dtype=settings.dtype,
-            shape=shape,
-            backend=settings.backend,
-        )
-    except ValueError as error:
-        raise InputError(one_line(error)) from error
-    if explanation.chosen is None:
-        reasons = " | ".join(f"{name}: {'; '.join(why)}" for name, why in explanation.rows)
-        raise InputError(f"no backend can run the loss on {settings.device}: {reasons}")
-    return explanation
+    return chosen_backend("the loss", settings.device, settings.dtype, shape, settings.backend)
 
 
 class TrainingError(Exception):

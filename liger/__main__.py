@@ -24,7 +24,7 @@ import torch
 
 from . import __version__, explain
 from .backends.plan import Plan
-from .bench import Result, bench
+from .bench import LEAST_STEPS, Result, bench
 from .dispatch import OPS, SHAPE_LETTERS, DeviceInfo, Explanation, Implementation, Op, Request, backends, table
 from .dispatch.capability import device_info, installed_version
 from .dispatch.registry import AUTO, ENVIRONMENT_VARIABLE
@@ -83,14 +83,16 @@ def parser() -> argparse.ArgumentParser:
         "bench",
         help="time and memory of a described call, on this machine",
         description="Forward and backward by every backend that can, and by PyTorch's own functions: medians, extra peak "
-        "memory, and the plan. Each runs at least 3 times, so a large shape takes minutes on a CPU, whatever --seconds is. "
-        "What is going on is said on stderr.",
+        f"memory, and the plan. Each runs at least {LEAST_STEPS} times, so a large shape takes minutes on a CPU, whatever "
+        "--seconds is. What is going on is said on stderr.",
         allow_abbrev=False,
     )
     measure.add_argument("--device", type=_device_here, help="default: this machine's GPU, else cpu")
     measure.add_argument("--dtype", type=_dtype, help=f"{dtypes}; default: bfloat16, on a CPU float32")
     measure.add_argument("--ignored", type=float, default=0.0, help="share of ignored rows in [0, 1] (default: 0)")
-    measure.add_argument("--seconds", type=float, default=2.0, help="about how long to measure (default: 2); 3 steps at least")
+    measure.add_argument(
+        "--seconds", type=float, default=2.0, help=f"about how long to measure (default: 2); {LEAST_STEPS} steps at least"
+    )
     _add_call(measure, without="vocab_parallel")  # which needs several processes
     return top
 

@@ -50,17 +50,17 @@ class Implementation:
 
     def reasons(self, request: Request) -> tuple[str, ...]:
         """Every reason against serving `request`, a module that fails to import included; empty means it can."""
-        reasons = self.capability.reasons(request)
-        if not reasons:
-            if self.module not in _failed:
-                try:
-                    self.kernels()
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:  # a broken package is a reason, whatever it raised: SystemExit too
-                    _failed[self.module] = f"{self.module} failed to import: {type(error).__name__}: {error}"
-            return (_failed[self.module],) if self.module in _failed else ()
-        return reasons
+        return self.capability.reasons(request) or self._import_failure()
+
+    def _import_failure(self) -> tuple[str, ...]:
+        if self.module not in _failed:
+            try:
+                self.kernels()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a broken package is a reason, whatever it raised: SystemExit too
+                _failed[self.module] = f"{self.module} failed to import: {type(error).__name__}: {error}"
+        return (_failed[self.module],) if self.module in _failed else ()
 
 
 class UnsupportedError(ValueError):
