@@ -45,9 +45,20 @@ class Float:
         self.width, self.dtype = width, dtype
 
     def __call__(self, value):
-        if self.dtype is torch.float32:
-            return np.float32(value)
-        return np.float32(torch.tensor(float(value), dtype=torch.float32).to(self.dtype).item())
+        value = np.float32(value)
+        return value if self.dtype is torch.float32 else self.decoded(self.encoded(value))
+
+    def encoded(self, value):
+        """The 16 bits of a float32 after it has been rounded to the nearest, ties to even."""
+        if self.dtype is torch.float16:
+            with np.errstate(over="ignore"):
+                return int(np.float16(value).view("<u2"))
+        bits = int(value.view("<u4"))
+        return 0x7FC0 if np.isnan(value) else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+    def decoded(self, bits):
+        """The float32 of 16 bits."""
+        return np.float32(np.uint16(bits).view("<f2")) if self.dtype is torch.float16 else np.uint32(bits << 16).view("<f4")
 
 
 INT32, INT64 = Integer(32), Integer(64)
@@ -82,7 +93,7 @@ class Pointer:
             return int(raw.view(self.dtype.format)[0])
         if self.dtype.width == 32:
             return raw.view("<f4")[0]
-        return np.float32(torch.from_numpy(raw.view("<i2").copy()).view(self.dtype.dtype).item())
+        return self.dtype.decoded(int(raw.view("<u2")[0]))
 
     def store(self, value):
         raw = self.bytes(self.dtype.width // 8)
@@ -91,7 +102,7 @@ class Pointer:
         elif self.dtype.width == 32:
             raw.view("<f4")[0] = value
         else:
-            raw[:] = torch.tensor(float(value)).to(self.dtype.dtype).view(torch.int16).reshape(1).numpy().view(np.uint8)
+            raw.view("<u2")[0] = self.dtype.encoded(np.float32(value))
 
 
 class Tensor:
@@ -126,8 +137,8 @@ def recast_tensor(tensor, dtype):
     assert tensor.pointer is None
     assert dtype is INT32
     words = Tensor(tensor.shape // 2, dtype)
-    halves = torch.tensor([float(value) for value in tensor.load()]).to(tensor.dtype.dtype)
-    words.store(halves.view(torch.int32).tolist())
+    halves = np.array([tensor.dtype.encoded(value) for value in tensor.load()], "<u2")
+    words.store(halves.view("<i4").tolist())
     return words
 
 
